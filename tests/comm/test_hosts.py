@@ -7,6 +7,7 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from lockstep.comm import hosts as hosts_module
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.hosts import HostsCollectives, HostsTransport
-from lockstep.errors import CollectiveMismatch, PeerLost
+from lockstep.comm.hosts import HostsCollectives, HostsTransport, Network
+from lockstep.comm.transport import Signature
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.ranks import run_ranks
 
 HOSTS = {
@@ -348,3 +350,32 @@ def test_a_sender_that_is_gone_is_named(sender: int, is_late: bool) -> None:
             assert caught.value.ranks == (sender,)
 
     run_hosts(HOSTS["two and two"], body)
+
+
+class SilentStore:
+    """As a store behind a cut link: no request ends."""
+
+    def __init__(self) -> None:
+        self.num_requests, self.ends = 0, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_requests += 1
+        self.ends.wait(60)
+        raise RuntimeError("the connection has ended")
+
+
+def test_store_behind_a_cut_link_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "STORE_SECONDS", 0.2)
+    network: Any = Network.__new__(Network)
+    network._store = store = SilentStore()
+    network.ranks, network.rank, network.size = [0, 2], 0, 2
+    began = time.monotonic()
+    with (
+        pytest.raises(CollectiveTimeout, match=r"Not all of the ranks \[2\]"),
+        network._naming(Signature("barrier", torch.uint8, ()), 20.0, [0, 1]),
+    ):
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
+    network.tell(CollectiveTimeout("too late"))
+    assert time.monotonic() - began < 30
+    assert store.num_requests == 1
+    store.ends.set()

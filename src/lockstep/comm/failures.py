@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ _GRACE_SECONDS = 0.3
 # The wait for notes if no connection has ended. Ranks time out as far apart as they came.
 _PATIENCE_SECONDS = 2.0
 # The limit for the store, which may be stopped or gone.
-_LIMIT_SECONDS = 5.0
+STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 # The longest wait before a deadline is looked at again.
 LOOK_SECONDS = 0.5
@@ -36,6 +37,7 @@ _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 _TAG = 0x6C6F636B
 
 _Failure = TypeVar("_Failure", bound=CollectiveFailed)
+_Result = TypeVar("_Result")
 
 
 class Deadline:
@@ -64,6 +66,37 @@ class Deadline:
         """Be over when ``earlier`` is, if that is sooner."""
         if earlier._end < self._end:
             self.seconds, self._end = earlier.seconds, earlier._end
+
+
+class NoAnswer(RuntimeError):
+    """What :func:`answered` raises; a RuntimeError, as torch's stores raise if they are gone."""
+
+
+def answered(call: Callable[[], _Result], seconds: float) -> _Result:
+    """Return ``call()``, which is made in a thread of its own; signals are handled meanwhile.
+
+    Torch's stores have no limit for most requests: if the network is cut, they wait until TCP gives
+    up, a quarter of an hour later, and no signal is handled.
+
+    Raises:
+        NoAnswer: If there is none within ``seconds``; the thread goes on waiting.
+    """
+    results, errors = list[_Result](), list[BaseException]()
+
+    def make() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make, name="lockstep-asking", daemon=True)
+    thread.start()
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
+    if errors:
+        raise errors[0]
+    if not results:
+        raise NoAnswer(f"there was no answer within {seconds:g} s")
+    return results[0]
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -114,11 +147,8 @@ def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> Colle
         return fault
     own = _Note(is_late="timed out" in str(error).lower(), gone=[])
     found: dict[int, _Note] = {}
-    asking = threading.Thread(
-        target=_exchange_notes, args=(group, own, found), name="lockstep-blame", daemon=True
-    )
-    asking.start()
-    asking.join(_LIMIT_SECONDS)
+    with suppress(NoAnswer):
+        answered(partial(_exchange_notes, group, own, found), STORE_SECONDS)
     gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
-from lockstep.comm.failures import Deadline
+from lockstep.comm.failures import STORE_SECONDS, Deadline, answered
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
@@ -46,6 +46,8 @@ from lockstep.errors import (
     RendezvousFailed,
 )
 from lockstep.torch_private import AllgatherOptions
+
+_Answer = TypeVar("_Answer")
 
 # The key of the error that broke a group.
 _FAULT = "fault"
@@ -158,11 +160,12 @@ class Network:
     def __init__(
         self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: float
     ) -> None:
-        self._store = store
+        self._store: dist.Store | None = store  # None once it is gone, or doesn't answer
         self.ranks = list(ranks)
         self.rank, self.size = self.ranks.index(rank), len(ranks)
         own_store, limit = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout)
-        self.gloo: Any = dist.ProcessGroupGloo(own_store, self.rank, self.size, timeout=limit)
+        connect = partial(dist.ProcessGroupGloo, own_store, self.rank, self.size, timeout=limit)
+        self.gloo: Any = answered(connect, timeout + STORE_SECONDS)
 
     def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
         """Start sending a copy of ``tensor``, which Gloo does when the receiver expects it."""
@@ -242,15 +245,29 @@ class Network:
 
     def tell(self, error: CollectiveFailed) -> None:
         """Tell all ranks the error that broke the group, unless one was told already."""
-        if self._told_fault() is None:
-            with suppress(RuntimeError):
-                self._store.set(_FAULT, Fault.of(error).encode().decode())
+
+        def tell(store: dist.Store) -> None:
+            if not store.check([_FAULT]):
+                store.set(_FAULT, Fault.of(error).encode().decode())
+
+        self._ask(tell)
 
     def _told_fault(self) -> Fault | None:
-        # The store is gone with the rank that held it.
-        with suppress(RuntimeError):
-            if self._store.check([_FAULT]):
-                return Fault.decode(bytes(self._store.get(_FAULT)))
+        def told(store: dist.Store) -> Fault | None:
+            return Fault.decode(bytes(store.get(_FAULT))) if store.check([_FAULT]) else None
+
+        return self._ask(told)
+
+    def _ask(self, call: Callable[[dist.Store], _Answer]) -> _Answer | None:
+        """Return ``call(store)``, or None if the store is gone with the rank that held it.
+
+        Then it isn't asked again. Shown by test_store_behind_a_cut_link_is_asked_once.
+        """
+        if (store := self._store) is not None:
+            try:
+                return answered(partial(call, store), STORE_SECONDS)
+            except RuntimeError:
+                self._store = None
         return None
 
     def open(self) -> Any:
@@ -448,19 +465,27 @@ def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> li
     Raises:
         RendezvousFailed: If a rank doesn't come within ``timeout`` seconds.
     """
-    store.set(f"host/{rank}", _this_host())
     keys = [f"host/{other}" for other in range(size)]
-    try:
+
+    def exchange() -> list[bytes]:
+        store.set(keys[rank], _this_host())
         store.wait(keys, timedelta(seconds=timeout))
+        return [bytes(store.get(key)) for key in keys]
+
+    try:
+        names = answered(exchange, timeout + STORE_SECONDS)
     except RuntimeError as error:
-        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        absent = "some ranks, as the store of the ranks doesn't tell,"
+        with suppress(RuntimeError):
+            there = answered(lambda: [store.check([key]) for key in keys], STORE_SECONDS)
+            absent = f"the ranks {[other for other in range(size) if not there[other]]}"
         raise RendezvousFailed(
-            f"Rank {rank} waited {timeout:g} s for the ranks {absent} to join the group. See "
-            "whether they started, and whether they create the same groups in the same order."
+            f"Rank {rank} waited {timeout:g} s for {absent} to join the group. See whether they "
+            "started, and whether they create the same groups in the same order."
         ) from error
     hosts: dict[bytes, list[int]] = {}
-    for other, key in enumerate(keys):
-        hosts.setdefault(bytes(store.get(key)), []).append(other)
+    for other, name in enumerate(names):
+        hosts.setdefault(name, []).append(other)
     return list(hosts.values())
 
 

@@ -7,6 +7,7 @@ from .environment import detect as detect
 from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import rank_environment as rank_environment
+from .rendezvous import end_on_silence as end_on_silence
 from .rendezvous import first_line as first_line
 from .world import World as World
 from .world import as_rank as as_rank

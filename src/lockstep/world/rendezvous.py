@@ -17,17 +17,20 @@ import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline
+from lockstep.comm import STORE_SECONDS, Deadline, NoAnswer, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter
 
 _RETRY_SECONDS = 0.05
+# Longer than networks are out of order that come back, and TCP waits a quarter of an hour.
+_SILENCE_SECONDS = 60
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
@@ -76,10 +79,16 @@ def claim(store: dist.Store, place: Placement) -> None:
         ContradictoryInit: If a process is this rank already.
     """
     key, own = _claim_of(place.rank), f"{socket.gethostname()}/{_process(os.getpid())}"
-    other = store.compare_set(key, "", own).decode()
-    if _is_another(other, place):
-        raise _twice(other, place)
-    store.set(key, own)  # in place of a process that has ended: the run was restarted
+    try:
+        other = answered(lambda: store.compare_set(key, "", own).decode(), STORE_SECONDS)
+        if _is_another(other, place):
+            raise _twice(other, place)
+        # In place of a process that has ended: the run was restarted.
+        answered(lambda: store.set(key, own), STORE_SECONDS)
+    except NoAnswer as error:
+        raise RendezvousFailed(
+            f"rank {place.rank} lost the store where the ranks meet: {error}."
+        ) from error
 
 
 def _claim_of(rank: int) -> str:
@@ -126,21 +135,25 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
     keys = [f"present/{rank}" for rank in range(place.world_size)]
     seconds = timeout.total_seconds()
     deadline = Deadline(seconds)
-    try:
+
+    def call() -> list[str | None]:
         store.set(keys[place.rank], note)
         for key in keys:
             pause = _RETRY_SECONDS / 64
-            # Not store.wait(), which handles no signals.
             while not store.check([key]) and deadline.left():
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS)
-        if store.check(keys):
-            return [store.get(key).decode() for key in keys]
-        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+    try:
+        notes = answered(call, seconds + STORE_SECONDS)
     except RuntimeError as error:
         raise RendezvousFailed(
             f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
         ) from error
+    absent = [str(rank) for rank, note in enumerate(notes) if note is None]
+    if not absent:
+        return [note for note in notes if note is not None]
     raise RendezvousFailed(
         f"rank {place.rank} waited {seconds:g} s for {place.world_size} ranks, but did not see "
         f"rank {', '.join(absent)}. Look at the output of those ranks; if they only start slowly, "
@@ -171,16 +184,43 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
 
 def _connect(place: Placement, master: tuple[str, int], timeout: timedelta) -> dist.TCPStore:
     host, port = master
+    connect = partial(dist.TCPStore, *master, place.world_size, is_master=False, timeout=timeout)
     try:
-        return dist.TCPStore(
-            host, port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        # In another thread: torch handles no signal meanwhile.
+        store = answered(
+            partial(connect, wait_for_workers=False), timeout.total_seconds() + STORE_SECONDS
         )
+        end_on_silence(port)
+        return store
     except RuntimeError as error:
         raise RendezvousFailed(
             f"rank {place.rank} of {place.world_size} could not reach the store at {host}:{port} "
             f"within {timeout.total_seconds():g} s. Is rank 0 running, and can this host reach "
             f"that host and port? ({first_line(error)})"
         ) from error
+
+
+def end_on_silence(port: int) -> None:
+    """Have this process's requests to stores at ``port`` fail after a minute without a sign.
+
+    Otherwise, if the network is cut, they wait for as long as TCP tries.
+    """
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it has just been closed
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+                    continue
+                if connection.getpeername()[1] != port:
+                    continue
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, number in (
+                    (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 4),
+                    (socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 4),
+                    (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),
+                ):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, number)
 
 
 def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
