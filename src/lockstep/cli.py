@@ -325,6 +325,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.option("--rdzv-id ID", "Tells jobs that meet there apart; by default lockstep.")
     run.option("--rdzv-timeout SECONDS", "How long hosts wait to meet; by default 300.")
+    run.option(
+        "--host-timeout SECONDS",
+        "For how long nothing is heard of a host before it counts as lost, and all ranks are "
+        "ended; by default 60.",
+    )
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
     explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
     _add_program(explain)

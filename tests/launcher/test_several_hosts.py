@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.launcher import hosts
-from lockstep.launcher.failures import Outcome
-from lockstep.launcher.hosts import Host, _outcome_of_peer
-from lockstep.launcher.job import Meeting
 from tests.launcher.bench import Bench, free_port, lines_of, until
+from tests.network import Hosts, hosts_of_a_network
 
 pytestmark = pytest.mark.forks
 
@@ -48,11 +41,12 @@ def start_hosts(
     *,
     ranks: tuple[int, ...],
     numbered: bool = True,
+    say: tuple[object, ...] = (),
     **options: object,
 ) -> list[subprocess.Popen[str]]:
     endpoint = f"127.0.0.1:{free_port()}"
     script = bench.script(text)
-    common = ["--nnodes", len(ranks), "--rdzv-endpoint", endpoint, "--rdzv-timeout", 60]
+    common = ["--nnodes", len(ranks), "--rdzv-endpoint", endpoint, "--rdzv-timeout", 60, *say]
     return [
         bench.start(
             "run",
@@ -116,17 +110,21 @@ def test_failure_on_one_host_ends_all_and_is_told_on_all(bench: Bench, host: int
     assert bench.processes() == []
 
 
-def test_ended_launcher_of_one_host_ends_all(bench: Bench) -> None:
+@pytest.mark.parametrize("host", [0, 1])
+def test_interruption_of_one_host_is_one_of_all(bench: Bench, host: int) -> None:
     text = "print('ready', flush=True); import time; time.sleep(1000)"
     runs = start_hosts(bench, text, ranks=(1, 1))
     for run in runs:
         assert run.stdout is not None
         assert "ready" in run.stdout.readline()
-    runs[1].send_signal(signal.SIGINT)
-    assert runs[1].wait(60) == 130
-    assert runs[0].wait(60) != 0
-    assert runs[0].stderr is not None
-    assert "the launcher of host 1 was ended" in runs[0].stderr.read()
+    runs[host].send_signal(signal.SIGINT)
+    told = []
+    for run in runs:
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 130, err
+        told.append(err)
+    assert "lockstep: ended by SIGINT; no rank" in told[host]
+    assert f"lockstep: ended by SIGINT at host {host} ({socket.gethostname()})" in told[1 - host]
     assert bench.processes() == []
 
 
@@ -143,7 +141,7 @@ def test_killed_launcher_of_one_host_ends_all(bench: Bench, tmp_path: Path) -> N
     assert until(lambda: not bench.processes())
     assert runs[1].wait(60) != 0
     assert runs[1].stderr is not None
-    assert "the host that keeps the store" in runs[1].stderr.read()
+    assert f"host 0 ({socket.gethostname()}) is lost: the store" in runs[1].stderr.read()
     assert list(temporary.iterdir()) == []
 
 
@@ -224,112 +222,28 @@ def test_host_that_is_not_of_the_run_says_why(
     assert not is_open(port)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
-def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
-    assert _outcome_of_peer(text).exit_status == 1
-
-
-class DictStore(dict[str, Any]):
-    """A TCPStore of one process."""
-
-    def add(self, key: str, amount: int) -> int:
-        self[key] = self.get(key, 0) + amount
-        return int(self[key])
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
-def host_of_the_store(store: DictStore, num_hosts: int) -> Host:
-    host: Any = Host.__new__(Host)
-    host._meeting = Meeting(num_hosts, 0, "x", 1, "lockstep", 60)
-    host._number, host._num_hosts, host._store, host._held = 0, num_hosts, store, store
-    host._num_answers = 0
-    return host
-
-
-def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hosts, "_SETTLE_SECONDS", 0.2)
-    monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 2.0)
-    store = DictStore({"done/1": ""})  # and host 2 is gone
-    host = host_of_the_store(store, 3)
-    leaving = threading.Timer(0.5, store.add, ("left", 1))
-    leaving.start()
-    failure = Outcome(1, message="failed", rank=0)
-    assert host.settle(failure, lambda: False) == failure
-    assert store["left"] == 2
-    leaving.join()
-
-
-def test_a_launcher_that_was_ended_hides_no_rank_that_failed() -> None:
-    """Its end has no time, and one may end it because the ranks of another host have failed."""
-    ended = [143, 0.0, False, None, "the launcher of host 1 was ended."]
-    failed = [7, time.time(), False, 4, "rank 4 of 6 failed first: exit code 7."]
-    told = {f"failure/{host}": json.dumps(it).encode() for host, it in ((1, ended), (2, failed))}
-    store = DictStore(told, **{"done/1": "", "done/2": "", "left": 2})
-    outcome = host_of_the_store(store, 3).settle(Outcome(0), lambda: False)
-    assert (outcome.rank, outcome.exit_status) == (4, 7)
-
-
-def test_waiting_for_other_hosts_to_leave_can_be_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hosts, "_LEAVE_SECONDS", 20.0)
-    began = time.monotonic()
-    store = DictStore({"done/1": ""})
-    host_of_the_store(store, 2).settle(Outcome(0), lambda: time.monotonic() > began + 0.5)
-    assert time.monotonic() - began < 10.0
-
-
-def test_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a host that the network has lost: no connection is closed."""
-    monkeypatch.setattr(hosts, "_LOST_SECONDS", 0.5)
-    ends = threading.Event()
-
-    class SilentStore(DictStore):
-        def check(self, keys: list[str]) -> bool:
-            ends.wait(60)
-            raise RuntimeError("the connection is closed")
-
-    began = time.monotonic()
-    outcome = host_of_the_store(SilentStore(left=1), 2).settle(Outcome(0), lambda: False)
-    ends.set()
-    assert outcome.exit_status == 1
-    assert outcome.message == "the host that keeps the store, at x:1, is gone."
-    assert time.monotonic() - began < 30
-
-
-def impatient(directory: Path) -> dict[str, str]:
-    """The environment of hosts that take another for lost after two seconds."""
-    directory.mkdir()
-    (directory / "sitecustomize.py").write_text(
-        "from lockstep.launcher import hosts\nhosts._LOST_SECONDS = 2.0\n"
-    )
-    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path}
-
-
 LAST_RANK_GOES_ON = """
     import os, time
     print("ready", flush=True)
     if os.environ["RANK"] == "1":
         time.sleep(SECONDS)
     """
+ALL_GO_ON = """
+    import time
+    print("ready", flush=True)
+    time.sleep(SECONDS)
+    """
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP]
 )
+@pytest.mark.parametrize("is_done", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_host_that_vanishes_is_not_waited_for_and_named(
-    bench: Bench, tmp_path: Path, number: signal.Signals
+    bench: Bench, number: signal.Signals, is_done: bool
 ) -> None:
-    text = LAST_RANK_GOES_ON.replace("SECONDS", "1000")
-    runs = start_hosts(bench, text, ranks=(1, 1), env=impatient(tmp_path / "site"))
+    text = (LAST_RANK_GOES_ON if is_done else ALL_GO_ON).replace("SECONDS", "1000")
+    runs = start_hosts(bench, text, ranks=(1, 1), say=("--host-timeout", 2))
     assert runs[1].stdout is not None
     assert "ready" in runs[1].stdout.readline()
     runs[1].send_signal(number)
@@ -341,9 +255,10 @@ def test_host_that_vanishes_is_not_waited_for_and_named(
     assert until(lambda: not bench.processes())
 
 
-def test_host_that_lives_is_waited_for(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_host_that_lives_is_waited_for(bench: Bench) -> None:
     text = LAST_RANK_GOES_ON.replace("SECONDS", "6")
-    for run in start_hosts(bench, text, ranks=(1, 1), env=impatient(tmp_path / "site")):
+    for run in start_hosts(bench, text, ranks=(1, 1), say=("--host-timeout", 2)):
         _, err = run.communicate(timeout=60)
         assert run.returncode == 0, err
 
@@ -379,32 +294,9 @@ def test_host_that_waits_in_vain_says_where(bench: Bench) -> None:
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces joined by a cable: what to write before a command to run it there."""
-    names = [f"lockstep-{os.getpid()}-{end}" for end in "ab"]
-    cables = [f"ls{os.getpid() % 100_000}{end}" for end in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    if os.getuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root, and the command 'ip'")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
-            ip("link", "set", cable, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", cable)
-            for interface in ("lo", cable):
-                ip("-n", name, "link", "set", interface, "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces can't be made here: {error.stderr.decode().strip()}")
-    else:
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+def two_hosts() -> Iterator[Hosts]:
+    with hosts_of_a_network(2) as hosts:
+        yield hosts
 
 
 INIT = """
@@ -416,22 +308,23 @@ INIT = """
     """
 
 
-def start_on(hosts: list[list[str]], script: Path) -> list[subprocess.Popen[str]]:
-    """Start two ranks of ``script`` on each of ``hosts``."""
+def start_on(hosts: Hosts, script: Path, *options: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks of ``script`` on each of two ``hosts``."""
+    endpoint = f"{hosts.address(0)}:29500"
     return [
         subprocess.Popen(
-            [*there, sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
-             "--node-rank", str(number), "--rdzv-endpoint", "10.77.0.1:29500", str(script)],
+            [*hosts.on(number), sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
+             "--node-rank", str(number), "--rdzv-endpoint", endpoint, *options, str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number, there in enumerate(hosts)
+        for number in range(2)
     ]  # fmt: skip
 
 
 @pytest.mark.long
-def test_two_hosts_of_a_network(bench: Bench, two_hosts: list[list[str]]) -> None:
+def test_two_hosts_of_a_network(bench: Bench, two_hosts: Hosts) -> None:
     for number, run in enumerate(start_on(two_hosts, bench.script(INIT))):
         out, err = run.communicate(timeout=100)
         assert run.returncode == 0, err
@@ -444,7 +337,7 @@ COUNT_BYTES = """
     import torch, torch.distributed as dist, lockstep
 
     def sent():
-        cables = Path("/sys/class/net").glob("ls*/statistics/tx_bytes")
+        cables = Path("/sys/class/net").glob("cable/statistics/tx_bytes")
         return sum(int(path.read_text()) for path in cables)
 
     world = lockstep.init()
@@ -466,7 +359,7 @@ COUNT_BYTES = """
 
 
 @pytest.mark.long
-def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -> None:
+def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: Hosts) -> None:
     """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
     for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):
         out, err = run.communicate(timeout=100)
@@ -475,3 +368,62 @@ def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: list[list[str]]) -
         # Headers and acknowledgements come on top of the bytes themselves.
         assert 1.0 < float(shares["shm"]) < 1.05, shares
         assert float(shares["gloo"]) > 1.2, shares
+
+
+TRAIN = """
+    import time, torch, torch.distributed as dist, lockstep
+    from datetime import timedelta
+
+    lockstep.init(timeout=timedelta(seconds=SECONDS))
+    total, step = torch.ones(4), 0
+    while True:
+        dist.all_reduce(total)
+        step += 1
+        if step == 3:
+            print("training", flush=True)
+        time.sleep(0.02)
+    """
+
+
+def await_training(runs: list[subprocess.Popen[str]]) -> None:
+    for run in runs:
+        assert run.stdout is not None
+        assert "training" in run.stdout.readline()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seconds", "silence", "at_most"), [(15, 60, 30), (600, 5, 15)])
+def test_cut_link_ends_all_hosts_and_each_names_the_other(
+    bench: Bench, two_hosts: Hosts, seconds: int, silence: int, at_most: int
+) -> None:
+    """After the timeout of a collective, or once too long nothing was heard of the other."""
+    script = bench.script(TRAIN.replace("SECONDS", str(seconds)))
+    runs = start_on(two_hosts, script, "--host-timeout", str(silence))
+    await_training(runs)
+    began = time.monotonic()
+    two_hosts.cut(1)
+    for host, run in enumerate(runs):
+        _, err = run.communicate(timeout=at_most + 30)
+        assert run.returncode == 1, err
+        assert f"lockstep: host {1 - host} ({socket.gethostname()}) is lost: it fell" in err
+    assert time.monotonic() - began < at_most
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_end_of_a_launcher_is_told_and_not_that_its_ranks_are_gone(
+    bench: Bench, two_hosts: Hosts, host: int, number: signal.Signals
+) -> None:
+    runs = start_on(two_hosts, bench.script(TRAIN.replace("SECONDS", "600")))
+    await_training(runs)
+    runs[host].send_signal(number)
+    runs[host].communicate(timeout=60)
+    _, err = runs[1 - host].communicate(timeout=60)
+    name, code = f"host {host} ({socket.gethostname()})", runs[1 - host].returncode
+    if number == signal.SIGINT:
+        assert (runs[host].returncode, code) == (130, 130), err
+        assert f"lockstep: ended by SIGINT at {name}" in err
+    else:
+        assert code == 1
+        assert f"lockstep: {name} is lost" in err

@@ -43,6 +43,7 @@ class Meeting(NamedTuple):
     port: int
     run_id: str  # distinguishes this run from others that meet there
     timeout_seconds: int
+    host_timeout_seconds: int  # how long a host may be silent before it is taken for lost
 
     @property
     def endpoint(self) -> str:
@@ -202,6 +203,7 @@ def _meeting(
     rdzv_endpoint: str | None = None,
     rdzv_id: str = "lockstep",
     rdzv_timeout: str = "300",
+    host_timeout: str = "60",
 ) -> Meeting | None:
     if num_hosts == 1:
         if node_rank is not None or rdzv_endpoint is not None:
@@ -212,6 +214,7 @@ def _meeting(
         return None
     host = None if node_rank is None else whole_number(node_rank, "--node-rank", "", at_least=0)
     seconds = whole_number(rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
+    silence = whole_number(host_timeout, "--host-timeout", "It is in seconds.", at_least=2)
     if rdzv_endpoint is None:
         raise BadLaunch(
             f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
@@ -227,7 +230,7 @@ def _meeting(
         raise BadLaunch(
             f"--rdzv-endpoint {rdzv_endpoint} isn't of the form HOST:PORT, as in first-host:29500."
         )
-    return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds)
+    return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds, silence)
 
 
 def whole_number(

@@ -290,6 +290,7 @@ class _Watch:
         self._job, self._host, self._ranks, self._spare = job, host, ranks, spare
         self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals, live)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
+        self._interrupted_at = 0.0  # by the wall clock, which hosts have in common
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
         given = job.grace_seconds
@@ -329,9 +330,9 @@ class _Watch:
         if self._peer_failed or number is None:  # the peer's host tells of it
             return Outcome(0, tuple(r.result for r in self._ranks if r.result is not None))
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
-            return Outcome(128 + number)
+            return Outcome(128 + number, at_seconds=self._interrupted_at)
         message = f"ended by {signal_name(number)}; no rank is left running."
-        return Outcome(128 + number, message=message)
+        return Outcome(128 + number, message=message, at_seconds=self._interrupted_at)
 
     def _failures(self) -> list[Failure]:
         return [failure for rank in self._ranks if (failure := rank.failure_unless_asked())]
@@ -396,7 +397,12 @@ class _Watch:
         return True
 
     def _follow_peer(self) -> bool:
-        if self._escalation is None:
+        assert self._host.notice is not None
+        number = os.read(self._host.notice, 1)[0]
+        if number:  # the launcher of another host was interrupted: all are
+            if self._interrupted_by is None:
+                self._end(number)
+        elif self._escalation is None:
             self._peer_failed = True
             actions = after_signal(signal.SIGTERM, self._failure_grace_seconds)
             self._escalation = Escalation(actions)
@@ -409,7 +415,9 @@ class _Watch:
         SIGTERM more than once, or to the caller of launch() as well, whose end is noticed here.
         """
         is_first, was_ctrl_c = self._escalation is None, self._interrupted_by == signal.SIGINT
-        self._interrupted_by = self._interrupted_by or number
+        if self._interrupted_by is None:
+            self._interrupted_by, self._interrupted_at = number, time.time()
+            self._host.interrupt(number, self._interrupted_at)
         self._console.is_ending = True
         if is_first:
             self._escalation = Escalation(after_signal(number, self._grace_seconds))

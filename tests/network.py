@@ -1,0 +1,82 @@
+"""Hosts of a network, as far as programs can tell: network namespaces that a switch joins.
+
+They need root and the command ``ip``; tests that use them are skipped, by name, where they can't be
+made. What else hosts don't share, such as files and memory, these do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+_numbers = itertools.count()
+
+
+class Hosts:
+    """Some hosts, numbered from 0, with one cable each to a switch."""
+
+    def __init__(self, names: list[str], switch: str) -> None:
+        self._names, self._switch = names, switch
+
+    def on(self, host: int) -> list[str]:
+        """What to write before a command to run it on ``host``."""
+        return ["ip", "netns", "exec", self._names[host]]
+
+    @staticmethod
+    def address(host: int) -> str:
+        """The IPv4 address of ``host``."""
+        return f"10.77.0.{host + 1}"
+
+    @staticmethod
+    def address6(host: int) -> str:
+        """The IPv6 address of ``host``."""
+        return f"fd88::{host + 1}"
+
+    def cut(self, host: int) -> None:
+        """Pull the cable of ``host`` out of the switch: nothing arrives, and nothing is told."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", "down")
+
+
+@contextmanager
+def hosts_of_a_network(number: int, versions: tuple[int, ...] = (4,)) -> Iterator[Hosts]:
+    """``number`` hosts with addresses of these ``versions`` of IP; skips the test if it can't."""
+    if os.getuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, and the command 'ip'")
+    of_these = f"lockstep-{os.getpid()}-{next(_numbers)}"
+    switch, names = f"{of_these}-switch", [f"{of_these}-{host}" for host in range(number)]
+    hosts = Hosts(names, switch)
+    try:
+        for name in (switch, *names):
+            _ip("netns", "add", name)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(names):
+            port, cable = f"port{host}", ["cable", "netns", name]
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", *cable)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            if 4 in versions:
+                _ip("-n", name, "addr", "add", f"{hosts.address(host)}/24", "dev", "cable")
+            if 6 in versions:
+                # nodad: the address is there at once, without a look at whether others have it.
+                _ip(
+                    "-n", name, "addr", "add", f"{hosts.address6(host)}/64", "dev", "cable", "nodad"
+                )
+            for interface in ("lo", "cable"):
+                _ip("-n", name, "link", "set", interface, "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces can't be made here: {error.stderr.decode().strip()}")
+    else:
+        yield hosts
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
