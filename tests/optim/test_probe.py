@@ -126,6 +126,26 @@ class Swapping(ScheduleFree):
                 self.state[parameter]["mean"].mul_(weight)
 
 
+class Projecting(Plain):
+    """Its state has objects of a class of its own."""
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        self.state[parameter]["projector"] = Plain
+        super().update(parameter, lr)
+
+
+class Curved(Plain):
+    """It differentiates gradients."""
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        super().update(parameter, lr * self.curvature(parameter))
+
+    @staticmethod
+    def curvature(parameter: nn.Parameter) -> float:
+        (curvature,) = torch.autograd.grad(parameter.grad.sum(), parameter)
+        return curvature.sum().item()
+
+
 class Unforeseeable(Plain):
     """No two of its steps are alike."""
 
@@ -142,6 +162,7 @@ UNDIVIDED: dict[type[Plain], str] = {
     First: "a part of the parameters",
     Lambda: "it can't be copied to try it",
     Summing: "a part of the parameters",
+    Projecting: r"ranks can't send each other its state \(TypeError: 'state.projector' is a type",
     Swapping: r"its method blend\(\) uses the state and can't be tried",
 }
 
@@ -189,6 +210,13 @@ def test_what_draws_in_some_steps_or_dtypes_alone_is_known_to_draw() -> None:
 
 def test_what_no_rank_could_repeat_is_refused() -> None:
     assert probe(of_digits(Unforeseeable)).outcome is Outcome.REFUSE
+
+
+def test_what_differentiates_gradients_is_refused_with_advice() -> None:
+    outcome, reason, *_ = probe(of_digits(Curved))
+    assert outcome is Outcome.REFUSE
+    assert "it differentiates gradients" in reason
+    assert "So train with it in one process" in reason
 
 
 def test_a_learning_rate_of_a_warm_up_is_no_reason() -> None:
@@ -252,6 +280,30 @@ def test_what_is_left_undivided_has_the_bits_of_one_process(kind: Any, backend: 
 
     # Threads share the global generators.
     run_ranks(1 if kind is Noisy else 2, body, backend=backend)
+
+
+class Exchanging(Plain):
+    """It divides its steps itself, and rank 0 would wait for the others if it tried one."""
+
+    group: dist.ProcessGroup
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        every = [torch.empty_like(parameter) for _ in range(self.group.size())]
+        dist.all_gather(every, parameter.grad.contiguous(), group=self.group)
+        parameter.sub_(every[0], alpha=lr)
+
+
+def test_what_divides_its_steps_itself_is_left_undivided_untried() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = Exchanging(model.parameters())
+        optimizer.group = group
+        told = r"its steps may call all_gather\(\)"
+        with pytest.warns(UserWarning, match=told) if rank == 0 else nullcontext():
+            lockstep.shard_optimizer(optimizer)
+        train(model, optimizer, rank)
+
+    run_ranks(2, body)
 
 
 def test_one_warning_names_the_reason() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep.checkpoint.things import kind_of
 from lockstep.errors import (
     AlreadyParallel,
     CollectiveFailed,
@@ -59,6 +60,37 @@ class Lookahead(Optimizer):
             with torch.no_grad():
                 for slow, parameter in zip(self._slow, fast, strict=True):
                     parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Masking(Optimizer):
+    """As pytorch_optimizer's Magma: the state is that of the optimizer in it, and it saves more."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.masks = [1.0]
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.optimizer.state_dict(), "masks": self.masks}
+
+
+class Stateless(Masking):
+    """As pytorch_optimizer's SafeFP16Optimizer: it has no ``state``."""
+
+    @property
+    def state(self) -> Any:
+        raise AttributeError("state")
+
+
+@pytest.mark.parametrize("kind", [Masking, Stateless])
+def test_what_saves_more_than_the_optimizer_in_it_has_state_of_its_own(kind: Any) -> None:
+    model = lockstep.parallelize(nn.Linear(2, 2))
+    optimizer = kind(adamw(model.parameters()))
+    with pytest.raises(ModelError, match=r"in it, AdamW \('optimizer'\), which takes the steps"):
+        lockstep.shard_optimizer(optimizer)
+    assert kind_of(optimizer) == "state"
 
 
 def test_an_optimizer_around_another_is_refused_and_may_have_a_sharded_one() -> None:

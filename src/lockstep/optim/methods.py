@@ -30,6 +30,7 @@ def names_used(kind: type[Optimizer], name: str) -> set[str]:
     waiting = [name]
     while waiting:
         method = inspect.getattr_static(kind, waiting.pop(), None)
+        method = getattr(method, "__func__", method)  # of a static or class method
         if isinstance(method, FunctionType):
             new = code_names(method) - found
             found |= new

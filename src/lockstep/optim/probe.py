@@ -27,6 +27,7 @@ from lockstep.optim.generators import Generators
 from lockstep.optim.methods import methods_with_state, names_used
 from lockstep.optim.records import kept, records_of
 from lockstep.optim.stand_ins import Copy, choose
+from lockstep.tree import Collector
 
 # Rounding hides small differences: so more steps are taken in float64 than in the own dtype.
 _NUM_STEPS, _NUM_STEPS_IN_OWN_DTYPE = 32, 12
@@ -237,11 +238,22 @@ class _Trial:
             raise _NotTried("its steps change nothing when it is tried")
         if self._differs:
             raise _Told(f"{self._differs} would differ between the ranks")
+        self._check_state()
         tried = names_used(self._kind, "step")
         if methods := [name for name in methods_with_state(self._kind) if name not in tried]:
             for name in methods:
                 self._call(name)
             self._step()
+
+    def _check_state(self) -> None:
+        """Raise unless ranks can send each other the state, as they do for a state dict."""
+        for p in self._whole.stand_ins:
+            own = self._whole.optimizer.state.get(p, {})
+            once = {k: v for k, v in own.items() if getattr(v, "shape", None) != p.shape}
+            try:
+                Collector().encode(once, "state")
+            except TypeError as error:
+                raise _Told(f"ranks can't send each other its state ({_told(error)})") from error
 
     def draws_in(self, num_steps: int) -> bool:
         """Whether the whole has drawn random numbers, does in the rest of the steps, or fails."""
@@ -289,6 +301,13 @@ class _Trial:
             self._whole.step(gradients, closure)
         except Exception as error:
             if self._num_steps or closure is not None:
+                differentiates = "autograd" in names_used(self._kind, "step")
+                if differentiates and "does not require grad" in str(error):
+                    raise _Refused(
+                        "it differentiates gradients, and those of a parallel model, which are "
+                        f"means over ranks, have no graph ({_told(error)}). So train with it in "
+                        "one process, or take another optimizer"
+                    ) from error
                 raise _NotTried(f"it can't be tried: its step raises {_told(error)}") from error
             self._takes_closure, self._whole = True, _Part(self._make())
             self._step_whole(gradients)

@@ -14,6 +14,7 @@ from lockstep.arguments import check_flag, check_type, divided_by_torch, refusal
 from lockstep.comm import SingleRankGroup
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import are_parallel, groups_of
+from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
 from lockstep.optim.undivided import draw_alike, is_undivided, leave_undivided
@@ -214,10 +215,20 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 def has_own_state(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is around another one, and has more state than that."""
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, Optimizer) or optimizer.state is inner.state:
+    if not isinstance(inner, Optimizer):
+        return False
+    # A class that doesn't call torch's constructor may have no state.
+    is_inners = getattr(optimizer, "state", None) is inner.state
+    if is_inners and not _saves_more(type(optimizer)):
         return False
     package = type(optimizer).__module__.partition(".")[0]
     return package not in _TRAINERS  # whose wrappers may have an earlier state of the inner one
+
+
+def _saves_more(kind: type[Optimizer]) -> bool:
+    """Whether the state dict of ``kind``, a wrapper, is more than that of the optimizer in it."""
+    is_own = kind.state_dict is not Optimizer.state_dict
+    return is_own and not names_used(kind, "state_dict") <= {"optimizer", "state_dict"}
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:

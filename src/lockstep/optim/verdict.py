@@ -12,8 +12,16 @@ from torch.optim import Optimizer
 from lockstep.arguments import refusal
 from lockstep.errors import ModelError
 from lockstep.optim.known import KNOWN, known_base
+from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome, Verdict, probe
 from lockstep.optim.uneven import gather_json
+
+# Functions of torch.distributed by which ranks give each other what one of them has computed.
+_DIVIDING = {
+    name
+    for name in dir(dist)
+    if name.startswith(("all_gather", "all_to_all", "broadcast", "reduce_scatter"))
+}
 
 # What to do where an optimizer can't be divided: leave it undivided, with a warning, or raise an
 # error. "always" divides none.
@@ -53,6 +61,12 @@ def judge(
 
 
 def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict:
+    if calls := sorted(_DIVIDING & names_used(type(optimizer), "step")):
+        # In a trial by one rank, it would wait for the others.
+        reason = (
+            f"its steps may call {calls[0]}(), by which they divide work among ranks themselves"
+        )
+        return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
     own = None
     if any(ranks.rank() == 0 for ranks in groups):
         own = probe(optimizer, in_parts=known_base(type(optimizer)) is None)
