@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 import lockstep
 from lockstep.errors import ModelError
@@ -198,6 +199,35 @@ def test_a_saved_parameter_is_no_larger_than_it_is(tmp_path: Any) -> None:
         assert type(copy.deepcopy(model).fc2.bias) is nn.Parameter
 
     run_ranks(2, body)
+
+
+def num_bytes_of_copy(value: Any) -> int:
+    """Return the size of the memory that tensors in a deep copy of ``value`` have."""
+    tensors, _ = tree_flatten(copy.deepcopy(value))
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pairs("kind, backend", [adamw, torch.optim.Adafactor], ["threads", "shm", "gloo"])
+def test_a_deep_copy_takes_no_more_memory_than_what_it_copies(kind: Any, backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(kind(model.parameters()))
+        train_steps(model, optimizer, rank)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        next(losses(model, rank, 1)).backward()
+        values = [model.fc2.bias.data, model.fc2.bias.detach(), model.state_dict(), state]
+        values += [own for key, own in optimizer.state.items() if isinstance(key, torch.Tensor)]
+        values += [state["state"][0], [*model.buffers()], copy.deepcopy(model).state_dict()]
+        if backend != "gloo":  # where gradients are in the memory of a bucket
+            values += [parameter.grad for parameter in model.parameters()]
+        for value in values:
+            tensors, _ = tree_flatten(value)
+            needed = sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+            assert num_bytes_of_copy(value) <= needed
+
+    run_ranks(2, body, backend=backend)
 
 
 def test_ranks_may_leave_the_loop_at_different_times() -> None:

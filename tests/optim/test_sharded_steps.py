@@ -10,7 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep.optim.probe import probe
+from tests.counts import pairs
+from tests.nn.models import Digits
 from tests.optim.test_sharded_programs import adamw, check_same_bits, losses
+from tests.optim.test_whole_parameters import Plain
 
 CLOSURES = {"by position": True, "by name": False}
 
@@ -88,3 +92,71 @@ def test_a_step_leaves_the_gradients_as_they_are(backend: str) -> None:
             optimizer.zero_grad()
 
     check_same_bits(program, backend=backend)
+
+
+class InPlace(Plain):
+    """It decays weights by way of gradients, and normalizes these, in place."""
+
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter, alpha=0.1)
+            parameter.grad.div_(parameter.grad.norm())
+        super().update(parameter, lr)
+
+
+def nesterov(parameters: Any) -> Optimizer:
+    return Named(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+class Named(torch.optim.SGD):
+    """Its parameters are updated whole."""
+
+
+@pairs("kind, reads, backend", [InPlace, nesterov], [False, True], ["threads", "gloo"])
+def test_gradients_that_an_optimizer_changes_in_place_stay_as_they_are(
+    kind: Any, reads: bool, backend: str
+) -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> None:
+        optimizer = shard(kind(model.parameters()))
+        is_sharded = lockstep.optim.sharding_of(optimizer) is not None
+        for number, loss in enumerate(losses(model, rank, 4)):
+            optimizer.zero_grad()
+            loss.backward()
+            kept = [parameter.grad for parameter in model.parameters()] if reads else []
+            before = [gradient.clone() for gradient in kept]
+            optimizer.step()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            if is_sharded:
+                seen[rank, number] = [gradient.clone() for gradient in gradients]
+                assert all(a is b for a, b in zip(kept, gradients, strict=False))
+                assert all(map(torch.equal, before, kept))
+
+    seen: dict[tuple[int, int], list[torch.Tensor]] = {}
+    check_same_bits(program, backend=backend)
+    for number in range(4):
+        assert all(map(torch.equal, seen[0, number], seen[1, number]))
+
+
+class Dropping(Plain):
+    def update(self, parameter: nn.Parameter, lr: float) -> None:
+        super().update(parameter, lr)
+        parameter.grad = None
+
+
+class Clearing(Plain):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.zero_grad(set_to_none=False)
+
+
+@pytest.mark.filterwarnings("ignore:.* can't be divided")
+@pytest.mark.parametrize("kind", [Dropping, Clearing])
+def test_an_optimizer_that_drops_gradients_drops_all(kind: Any) -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> None:
+        optimizer = shard(kind(model.parameters()))
+        for loss in losses(model, rank, 3):
+            loss.backward()
+            optimizer.step()
+
+    assert probe(kind(Digits().parameters())).reason.startswith("it drops gradients")
+    check_same_bits(program)

@@ -5,7 +5,7 @@ from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import BucketFacts, describe_buckets
-from lockstep.grad.memory import aligned, gradient_dtype
+from lockstep.grad.memory import aligned, gradient_dtype, gradient_of, set_gradient
 from lockstep.grad.order import Phase
 from lockstep.grad.pending import (
     DeferredParameter,
@@ -34,9 +34,11 @@ __all__ = [
     "bucket_of",
     "describe_buckets",
     "gradient_dtype",
+    "gradient_of",
     "lacks_gradient",
     "name_of",
     "pending_bucket_of",
+    "set_gradient",
     "view_like",
     "without_autograd",
 ]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from enum import StrEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple, TextIO, cast
 
 import torch
@@ -270,6 +270,8 @@ class _Trial:
         gradients, before = self._gradients(), self._whole.values()
         records = self._whole.records()
         self._step_whole(gradients)
+        if self._in_parts and self._has_dropped(gradients):
+            raise _Told("it drops gradients, and a rank would drop those of its part alone")
         for old, p, gradient in zip(before, self._whole.stand_ins, gradients, strict=True):
             if not have_same_bits(old, p):
                 self._has_moved = True
@@ -322,6 +324,13 @@ class _Trial:
         if generators.read() != before:
             self._has_drawn = True
             raise _Told("it draws random numbers")
+
+    def _has_dropped(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a step of the whole has set the ``gradients`` to None or to zeros."""
+        given = [gradient is not None for gradient in gradients]
+        found = [p.grad for p in compress(self._whole.stand_ins, given)]
+        was_any = any(gradient is not None and gradient.any() for gradient in gradients)
+        return was_any and not any(gradient is not None and gradient.any() for gradient in found)
 
     def _call(self, name: str) -> None:
         """Call a method of the whole and of the parts."""

@@ -67,9 +67,10 @@ def shard_optimizer(
     tensor in another way, so that parameters may differ in their last bit from those of an
     unsharded optimizer.) Any other optimizer updates whole parameters, about the same number of
     elements on each rank. In a step its groups have the parameters that this rank updates, the
-    program's own objects. Its public methods that torch's optimizers don't have and that use the
-    state, such as Schedule-Free's ``eval()`` and ``train()``, are divided as a step is: every rank
-    must call them, and they block.
+    program's own objects. A step leaves ``parameter.grad`` as it was on every rank: what an
+    optimizer changes there in place, as to centralize gradients, it changes in a copy. Its public
+    methods that torch's optimizers don't have and that use the state, such as Schedule-Free's
+    ``eval()`` and ``train()``, are divided as a step is: every rank must call them, and they block.
 
     Where a class of the program calls the ``step()`` of torch's class that it is derived from, by
     ``super()``, that step alone is divided. What comes before and after it, such as to clamp all

@@ -200,8 +200,8 @@ class Sharding:
         self, step: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Divide the step of a known class, which that of the program's class has called."""
-        args, options = self._before_step(self._optimizer, args, options) or (args, options)
         try:
+            args, options = self._before_step(self._optimizer, args, options) or (args, options)
             result = step(*args, **options)
             self._end_step()
         finally:
@@ -237,6 +237,7 @@ class Sharding:
         self._depth = 1
         self._refresh()
         groups = self._optimizer.param_groups
+        self._replaced = groups, [group["params"] for group in groups]
         parts = [Part([*own], []) for own in self._division.local]
         self._division.shards = [
             shard for flat in self._division.flats for shard in self._take_gradients(flat, parts)
@@ -251,7 +252,6 @@ class Sharding:
         for shard in self._division.shards:
             shard.read_values()
         self._division.state.set_marked(False)
-        self._replaced = groups, [group["params"] for group in groups]
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
     def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
@@ -283,9 +283,12 @@ class Sharding:
         if any(lacks):
             state = self._optimizer.state
             shards = [part for one in shards for part in one.split(lacks.__getitem__, state)]
-        # With "nesterov", torch's step of all tensors at once adds to gradients in place: so that
-        # those of the program stay the same on all ranks, it doesn't get them.
-        may_be_view = [not group.get("nesterov") for group in self._optimizer.param_groups]
+        # With "nesterov", torch's step of all tensors at once adds to gradients in place, and a
+        # fused one divides them by a GradScaler's scale: so that those of the program stay the same
+        # on all ranks, it doesn't get them.
+        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
+        groups = self._optimizer.param_groups
+        may_be_view = [not (is_scaled or group.get("nesterov")) for group in groups]
         for shard in shards:
             if not lacks[shard.pieces[0].parameter]:
                 shard.take_gradient(may_be_view=may_be_view[shard.group])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.grad import gradient_of, pending_bucket_of, set_gradient, view_like
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.layout import Piece
 from lockstep.optim.shard import Shard
@@ -15,9 +17,9 @@ from lockstep.optim.shard import Shard
 class WholeParameter(Shard):
     """A parameter of a memory that keeps parameters whole.
 
-    The optimizer updates the program's own object: with its attributes, its gradient or None, and
-    its state in ``optimizer.state[parameter]``. With a finer ``master_dtype`` it updates another
-    parameter, with the same attributes.
+    The optimizer updates the program's own object: with its attributes, a copy of its gradient or
+    None, and its state in ``optimizer.state[parameter]``. With a finer ``master_dtype`` it updates
+    another parameter, with the same attributes.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class WholeParameter(Shard):
         super().__init__(flat, pieces, group, master_dtype)
         master, self.parameter = self.tensor, flat.parameters[self.pieces[0].parameter]
         self.tensor = self.parameter
-        # During an update, what the parameter has as its data between updates.
+        # During an update, what the parameter has as its data between updates; and its gradient,
+        # with the bucket in which that may be pending.
         self._data: torch.Tensor | None = None
+        self._gradient_between: tuple[torch.Tensor | None, Any] | None = None
         if self.has_master:
             self.tensor = nn.Parameter(master, self.parameter.requires_grad)
 
@@ -53,16 +57,34 @@ class WholeParameter(Shard):
             self.values.copy_(self.parameter.detach())
 
     def release(self) -> None:
-        """Give the parameter its data of before the update, or the master its lack of gradient."""
+        """Give the parameter its data and gradient of before the update."""
         if self.has_master:
             super().release()
-        elif self._data is not None:
+        if self._gradient_between is not None:
+            (gradient, deferred), self._gradient_between = self._gradient_between, None
+            set_gradient(self.parameter, gradient)
+            if deferred is not None:
+                self.parameter._deferred = deferred  # type: ignore[attr-defined]
+        if self._data is not None:
             self.parameter.data, self._data = self._data, None
 
     def take_gradient(self, *, may_be_view: bool = True) -> None:
-        """Let the master have the parameter's gradient."""
+        """Let the optimizer have a copy: what it changes there would change on this rank alone."""
+        parameter, copy = self.parameter, self._copied_gradient()
         if self.has_master:
-            self._use(self.parameter.grad)
+            self._use(copy)
+            return
+        self._gradient_between = gradient_of(parameter), vars(parameter).pop("_deferred", None)
+        set_gradient(parameter, copy)
+
+    def _copied_gradient(self) -> torch.Tensor | None:
+        gradient, found = gradient_of(self.parameter), pending_bucket_of(self.parameter)
+        if found is None:
+            return None if gradient is None else gradient.clone()
+        bucket, position = found
+        start = bucket.offsets[position]
+        summed = bucket.new_sum(start, start + self.parameter.numel())
+        return view_like(summed, 0, self.parameter)
 
 
 def whole_parameters(
