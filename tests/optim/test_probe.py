@@ -184,6 +184,57 @@ def test_what_cannot_be_divided_is_told_with_the_reason(kind: Any) -> None:
         raise ModelError(probe(of_digits(kind)).reason)
 
 
+class Leading(Plain):
+    """It reads a parameter of its first group, as many read the device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.update(parameter, group["lr"] * (first.dim() > 0))
+
+
+class Stacking(Plain):
+    """It can't do without gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.largest = torch.stack([p.grad.abs().max() for p in every])
+        for parameter in every:
+            self.update(parameter, 0.1)
+
+
+def test_parts_of_ranks_that_lack_groups_are_tried() -> None:
+    model = Digits()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = Leading([{"params": biases}, {"params": weights}])
+    for groups_by_rank in [], [{0, 1}, {0}]:
+        assert probe(optimizer, groups_by_rank).outcome is Outcome.DIVIDE
+    for groups_by_rank in [{0, 1}, {1}], [{0, 1}, {1}, set()]:
+        assert "it raises IndexError" in probe(optimizer, groups_by_rank).reason
+    assert probe(Stacking([model.fc2.bias]), [{0}]).outcome is Outcome.DIVIDE
+    assert "it raises RuntimeError" in probe(Stacking([model.fc2.bias]), [{0}, set()]).reason
+
+
+@pytest.mark.parametrize("kind", [Leading, Stacking])
+def test_ranks_without_parameters_have_the_bits_of_one_process(kind: Any) -> None:
+    first = Digits()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        models = [lockstep.parallelize(copy.deepcopy(first), process_group=group) for _ in range(2)]
+        optimizers = [kind([model.fc2.bias]) for model in models]
+        with pytest.warns(UserWarning, match="it raises") if rank == 0 else nullcontext():
+            lockstep.shard_optimizer(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, rank)
+        assert torch.equal(models[0].fc2.bias, models[1].fc2.bias)
+
+    run_ranks(3, body)
+
+
 class Starting(Plain):
     """It draws random numbers in its first step alone."""
 

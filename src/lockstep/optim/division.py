@@ -22,6 +22,7 @@ from lockstep.nn import defer_gradients, finish_failed
 from lockstep.optim.divided import DividedState, State, without
 from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_others
 from lockstep.optim.known import ELEMENTWISE, KNOWN, updating_class
+from lockstep.optim.layout import in_order
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.repeats import Repeats
 from lockstep.optim.shard import MASTER, Shard, make_shards
@@ -61,10 +62,8 @@ class Division:
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         self._optimizer, self._master_dtype = optimizer, options.master_dtype
         groups = optimizer.param_groups
-        number = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        # Within each group, in the order in which gradients become ready.
-        parameters = [*reversed(number)]
-        parameters.sort(key=number.__getitem__)
+        number = in_order(groups)
+        parameters = [*number]
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
         local = with_memory_of_others(parameters)
         for parameter, ranks in zip(parameters, options.groups_of(parameters), strict=True):

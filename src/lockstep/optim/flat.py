@@ -30,7 +30,7 @@ from lockstep.grad import (
     view_like,
 )
 from lockstep.optim.arriving import Arrival
-from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, pieces_of
+from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, owners_of, pieces_of
 from lockstep.torch_private import storage_use_count
 
 _NOTE_BYTES = 8
@@ -117,7 +117,7 @@ class FlatParameters:
     @property
     def whole_owners(self) -> list[int]:
         """For each parameter the rank of ``group`` that updates it, if it is kept whole."""
-        return [offset // self._layout.block for offset in self._layout.offsets]
+        return owners_of(self._layout)
 
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""

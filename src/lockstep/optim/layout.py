@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from lockstep.grad import aligned
 
@@ -22,6 +24,17 @@ class Piece(NamedTuple):
     parameter: int  # its index
     start: int  # its first element, of the parameter's
     stop: int
+
+
+def in_order(groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, int]:
+    """Return the index of the group of each parameter, in the order in which they are laid out.
+
+    Within a group, it is the order in which gradients become ready.
+    """
+    number = {p: index for index, group in enumerate(groups) for p in group["params"]}
+    parameters = [*reversed(number)]
+    parameters.sort(key=number.__getitem__)
+    return {parameter: number[parameter] for parameter in parameters}
 
 
 def cut_evenly(numels: Sequence[int], num_ranks: int) -> Layout:
@@ -49,6 +62,11 @@ def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
         offsets.append(ends[owner])
         ends[owner] += aligned(numel)
     return Layout(tuple(offsets), block)
+
+
+def owners_of(layout: Layout) -> list[int]:
+    """Return for each parameter the rank that owns it, if parameters are kept whole."""
+    return [offset // layout.block for offset in layout.offsets]
 
 
 def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:

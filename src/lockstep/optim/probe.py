@@ -12,11 +12,12 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout, suppress
 from enum import StrEnum
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, NamedTuple, TextIO, cast
 
 import torch
@@ -29,11 +30,12 @@ from lockstep.optim.records import kept, records_of
 from lockstep.optim.stand_ins import Copy, choose
 from lockstep.tree import Collector
 
-# Rounding hides small differences: so more steps are taken in float64 than in the own dtype.
-_NUM_STEPS, _NUM_STEPS_IN_OWN_DTYPE = 32, 12
-# The number of first steps in which two equal copies are compared, and another division of the
-# stand-ins is tried.
-_NUM_REPEATED, _NUM_OTHERWISE = 4, 16
+# Rounding hides small differences: so more steps are taken in float64 than in the own dtype. More
+# than these take seconds with optimizers such as SOAP, and what parts later is told by repeats.py.
+_NUM_STEPS, _NUM_STEPS_IN_OWN_DTYPE = 20, 12
+# The number of first steps in which two equal copies are compared, and in which parts are tried
+# that lack most stand-ins.
+_NUM_REPEATED, _NUM_LACKING = 3, 8
 # By step: most at one scale, then on both sides of thresholds such as those of clipping.
 _SCALES = [1.0] * 10 + [2.0**-12, 2.0**9, 1.0, 1.0, 2.0**-4, 2.0**5]
 # Steps from this one on leave some stand-ins without gradient.
@@ -76,23 +78,31 @@ class _NotTried(Exception):
     """A copy can't take steps, for a reason."""
 
 
-def probe(optimizer: Optimizer, *, in_parts: bool = True) -> Verdict:
+def probe(
+    optimizer: Optimizer, groups_by_rank: Iterable[Set[int]] = (), *, in_parts: bool = True
+) -> Verdict:
     """Try whether ranks that update a part of the parameters each would leave the same bits.
 
     Or, if it isn't to take steps ``in_parts``, whether they take the same steps with all of the
     parameters. It takes no step of ``optimizer`` itself and changes nothing of it. The states of
     generators are put back, and lists and the like in which its class notes what it does. It takes
     some hundredths of a second.
+
+    Args:
+        optimizer: The optimizer.
+        groups_by_rank: For each rank, the indices of the groups of which it would have parameters.
+        in_parts: Whether ranks would update a part of the parameters each.
     """
+    trial = partial(_try, optimizer, groups_by_rank if in_parts else None)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     with _undisturbed(optimizer):
         fine = Verdict(Outcome.UNDIVIDED)
         if dtypes != {torch.float64}:
-            fine = _try(optimizer, torch.float64, _NUM_STEPS, in_parts)
+            fine = trial(torch.float64, _NUM_STEPS)
         if fine.outcome is Outcome.REFUSE:
             return fine
         num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
-        own = _try(optimizer, None, num_steps, in_parts)
+        own = trial(None, num_steps)
         if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
             return fine._replace(may_draw=own.may_draw)
         return own._replace(updates_all=own.updates_all or fine.updates_all)
@@ -133,13 +143,16 @@ class _Muted:
 
 
 def _try(
-    optimizer: Optimizer, dtype: torch.dtype | None, num_steps: int, in_parts: bool
+    optimizer: Optimizer,
+    groups_by_rank: Iterable[Set[int]] | None,
+    dtype: torch.dtype | None,
+    num_steps: int,
 ) -> Verdict:
     """Try it with stand-ins of ``dtype``; with gradients for all if it needs them."""
     for leaves_out in True, False:
         trial = None
         try:
-            trial = _Trial(optimizer, dtype, leaves_out=leaves_out, in_parts=in_parts)
+            trial = _Trial(optimizer, groups_by_rank, dtype, leaves_out=leaves_out)
             trial.run(num_steps)
             return Verdict(Outcome.DIVIDE, updates_all=trial.updates_all)
         except _Refused as found:
@@ -157,13 +170,16 @@ class _Part:
 
     Attributes:
         owned: The indices of these.
+        group_of: For each stand-in, the index of its group.
     """
 
-    def __init__(self, made: Copy, owned: set[int] | None = None) -> None:
+    def __init__(self, made: Copy, owned: Set[int] | None = None) -> None:
         self.optimizer, self.stand_ins = made.optimizer, made.stand_ins
         self.owned = {*range(len(self.stand_ins))} if owned is None else owned
         own = {id(self.stand_ins[index]) for index in self.owned}
         groups = self.optimizer.param_groups
+        numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        self.group_of = [numbers[id(p)] for p in self.stand_ins]
         self._groups = [[p for p in group["params"] if id(p) in own] for group in groups]
         with suppress(Exception):  # without this, Schedule-Free's takes no step
             self.act(self.optimizer.train)  # type: ignore[attr-defined]
@@ -208,41 +224,63 @@ class _Trial:
     def __init__(
         self,
         optimizer: Optimizer,
+        groups_by_rank: Iterable[Set[int]] | None,
         dtype: torch.dtype | None,
         *,
         leaves_out: bool,
-        in_parts: bool,
     ) -> None:
         self._make = partial(Copy, optimizer, choose(optimizer), dtype)
-        self._kind, self._leaves_out, self._in_parts = type(optimizer), leaves_out, in_parts
+        self._kind, self._leaves_out = type(optimizer), leaves_out
+        self._in_parts = groups_by_rank is not None
         self._num_steps, self._takes_closure = 0, False
         self._differs = ""  # what parts have noted otherwise
         self._has_moved = self._has_drawn = self.updates_all = False
         try:
             self._whole, self._again = _Part(self._make()), _Part(self._make())
-            every = self._whole.owned if in_parts else set[int]()
-            thirds = [{index for index in every if index % 3 == rank} for rank in range(3)]
-            self._parts = [_Part(self._make(), own) for own in thirds if own]
-            self._other_parts = [
-                _Part(self._make(), own) for own in (every & {0}, every - {0}) if own
-            ]
+            self._parts: list[_Part] = []
+            self._few: list[_Part] = []
+            if groups_by_rank is not None:
+                self._parts += [_Part(self._make(), own) for own in self._halves()]
+                self._few += [_Part(self._make(), own) for own in self._with_few(groups_by_rank)]
         except Exception as error:
             raise _NotTried(f"it can't be copied to try it ({_told(error)})") from error
         self._pool = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
 
+    def _halves(self) -> list[Set[int]]:
+        """Return two parts, in which are about half of each group's vectors and of its matrices."""
+        halves: list[set[int]] = [set(), set()]
+        last: dict[int, dict[bool, int]] = defaultdict(dict)
+        for index, p in enumerate(self._whole.stand_ins):
+            kinds, is_matrix = last[self._whole.group_of[index]], p.dim() > 1
+            kinds[is_matrix] = 1 - kinds.get(is_matrix, (len(last) + len(kinds)) % 2)
+            halves[kinds[is_matrix]].add(index)
+        return [*filter(None, halves)]
+
+    def _with_few(self, groups_by_rank: Iterable[Set[int]]) -> list[Set[int]]:
+        """Return parts as of ranks that lack groups, and one of a single stand-in."""
+        every, group_of = self._whole.owned, self._whole.group_of
+        fewest = [has for has in groups_by_rank if not any(other < has for other in groups_by_rank)]
+        parts = [frozenset(i for i in every if group_of[i] in has) for has in fewest]
+        known = [every, *self._halves()]
+        return [own for own in dict.fromkeys([frozenset({0}), *parts]) if own not in known]
+
     def run(self, num_steps: int) -> None:
         """Take steps, and call the methods that are divided as steps are."""
-        for _ in range(num_steps):
+        tried = names_used(self._kind, "step")
+        methods = [name for name in methods_with_state(self._kind) if name not in tried]
+        for number in range(num_steps):
+            # Early too: from large state, a part may come to the same by saturation.
+            for name in methods if number == _NUM_REPEATED else ():
+                self._call(name)
             self._step()
         if not self._has_moved:
             raise _NotTried("its steps change nothing when it is tried")
         if self._differs:
             raise _Told(f"{self._differs} would differ between the ranks")
         self._check_state()
-        tried = names_used(self._kind, "step")
-        if methods := [name for name in methods_with_state(self._kind) if name not in tried]:
-            for name in methods:
-                self._call(name)
+        for name in methods:
+            self._call(name)
+        if methods:
             self._step()
 
     def _check_state(self) -> None:
@@ -280,17 +318,14 @@ class _Trial:
             self._again.step(gradients, self._closure_of(self._again))
             if not all(map(have_same_bits, self._whole.stand_ins, self._again.stand_ins)):
                 raise _Refused("two equal copies of it take different steps, and so would ranks")
-        for parts in self._divisions():
-            for part in parts:
-                self._act(part, partial(part.step, gradients, self._closure_of(part)))
-            self._compare(parts)
+        for part in self._tried():
+            self._act(part, partial(part.step, gradients, self._closure_of(part)))
         if 1 < self._num_steps <= _NUM_REPEATED:
             self._differs = self._differs or self._differing_record(records)
 
-    def _divisions(self) -> list[list[_Part]]:
-        """Return the divisions of the stand-ins that are still tried."""
-        is_early = self._num_steps <= _NUM_OTHERWISE
-        return [self._parts, self._other_parts] if is_early else [self._parts]
+    def _tried(self) -> list[_Part]:
+        """Return the parts that are still tried."""
+        return self._parts + (self._few if self._num_steps <= _NUM_LACKING else [])
 
     def _closure_of(self, part: _Part) -> _Closure | None:
         return _Closure(part) if self._takes_closure else None
@@ -343,13 +378,11 @@ class _Trial:
         except Exception as error:
             told = f"its method {name}() uses the state and can't be tried ({_told(error)})"
             raise _Told(told) from error
-        for parts in self._divisions():
-            for part in parts:
-                self._act(part, partial(call, part))
-            self._compare(parts)
+        for part in self._tried():
+            self._act(part, partial(call, part))
 
     def _act(self, part: _Part, action: Callable[[], None]) -> None:
-        """Let a part act, which may raise nothing and change only what it owns."""
+        """Let a part act as the whole has: it may raise nothing and change only what it owns."""
         before = part.values()
         try:
             action()
@@ -358,19 +391,13 @@ class _Trial:
                 f"with a part of the parameters it raises {_told(error)}, and with all it doesn't"
             ) from error
         for index, (old, p) in enumerate(zip(before, part.stand_ins, strict=True)):
-            if index not in part.owned and not have_same_bits(old, p):
-                raise _Told("it changes parameters that aren't in its groups")
-
-    def _compare(self, parts: Sequence[_Part]) -> None:
-        """Compare the stand-ins of parts with the whole's, and publish them to each other."""
-        for owner in parts:
-            for index in owner.owned:
-                own, expected = owner.stand_ins[index], self._whole.stand_ins[index]
-                if not have_same_bits(own, expected):
-                    raise _Told(difference(self._whole.optimizer, owner.optimizer))
-                for part in parts:
-                    if part is not owner:
-                        part.stand_ins[index].data.copy_(own.detach())
+            expected = self._whole.stand_ins[index].detach()
+            if index not in part.owned:
+                if not have_same_bits(old, p):
+                    raise _Told("it changes parameters that aren't in its groups")
+                p.data.copy_(expected)
+            elif not have_same_bits(p, expected):
+                raise _Told(difference(self._whole.optimizer, part.optimizer))
 
     def _differing_record(self, before: Mapping[str, Any]) -> str:
         """Return what parts have noted otherwise than both copies with all parameters in a step.
@@ -378,7 +405,7 @@ class _Trial:
         What is the same as ``before`` isn't of the step, such as the number of parameters.
         """
         expected, again = self._whole.records(), self._again.records()
-        for part in chain(*self._divisions()):
+        for part in self._tried():
             for name, found in part.records().items():
                 if found != expected.get(name) == again.get(name) != before.get(name):
                     return name

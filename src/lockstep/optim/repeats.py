@@ -127,11 +127,13 @@ class _Pair:
         """Note what this rank starts from."""
         if self.shard is None:
             return
-        self._start = _digest([self.parameter, self.parameter.grad])
+        values: torch.Tensor = self.parameter
         if self.repeated is not None:
             self.repeated.begin(state)
+            values = self.repeated.values
         elif self._state is not None and self._state != _digest(self.shard.state_in(state)):
             self.doubt()  # the program has changed it, which it can on the owner alone
+        self._start = _digest([values, self.shard.tensor.grad])
 
     def end(self, state: DividedState) -> None:
         """Note what this rank has updated."""
@@ -170,7 +172,7 @@ class Repeats:
         optimizer: Optimizer,
         flats: Sequence[FlatParameters],
         shards: Sequence[Shard],
-        groups: Mapping[torch.Tensor, int],
+        groups: Mapping[nn.Parameter, int],
         master_dtype: torch.dtype | None,
     ) -> None:
         self._optimizer = optimizer
@@ -294,7 +296,7 @@ class Repeats:
         return ""
 
 
-def _choose(flat: FlatParameters, groups: Mapping[torch.Tensor, int]) -> list[int]:
+def _choose(flat: FlatParameters, groups: Mapping[nn.Parameter, int]) -> list[int]:
     """Return the indices of parameters to repeat: of each owner's, the smallest of two kinds."""
     chosen: dict[int, dict[Any, int]] = defaultdict(dict)
     if flat.group.size() == 1:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 # At most this many parameters of a kind in a group, and parameters in all, are tried.
-_NUM_OF_A_KIND, _NUM_IN_ALL = 3, 16
+_NUM_OF_A_KIND, _NUM_IN_ALL = 2, 16
 # Parameters with more elements are cut.
 _NUMEL = 4096
 # A learning rate for an optimizer whose own is 0, as at the start of a warm-up.

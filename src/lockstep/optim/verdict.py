@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
 from lockstep.errors import ModelError
 from lockstep.optim.known import KNOWN, known_base
+from lockstep.optim.layout import in_order, keep_whole, owners_of
 from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome, Verdict, probe
 from lockstep.optim.uneven import gather_json
@@ -69,7 +72,23 @@ def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict
         return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
     own = None
     if any(ranks.rank() == 0 for ranks in groups):
-        own = probe(optimizer, in_parts=known_base(type(optimizer)) is None)
+        groups_by_rank = {has for each in groups for has in _groups_by_rank(optimizer, each.size())}
+        in_parts = known_base(type(optimizer)) is None
+        own = probe(optimizer, groups_by_rank, in_parts=in_parts)
     found = [Verdict(*gather_json(ranks, own)[0]) for ranks in groups]
     found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
     return max(found, key=lambda each: [*Outcome].index(each.outcome))
+
+
+def _groups_by_rank(optimizer: Optimizer, num_ranks: int) -> list[frozenset[int]]:
+    """Return for each rank the indices of the groups of which it would have whole parameters."""
+    found: list[set[int]] = [set() for _ in range(num_ranks)]
+    number = in_order(optimizer.param_groups)
+    together: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in number:
+        together[parameter.dtype, parameter.device].append(parameter)
+    for own in together.values():
+        owners = owners_of(keep_whole([parameter.numel() for parameter in own], num_ranks))
+        for parameter, owner in zip(own, owners, strict=True):
+            found[owner].add(number[parameter])
+    return [*map(frozenset, found)]
