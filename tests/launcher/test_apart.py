@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from tests.nn.test_parallelize import net, parts
 
 APART = "Nothing keeps the parameters of this SGD in step"
 OPTIONS = "The options of this SGD differ between the ranks"
+CHANGED = "isn't the same on all ranks, in this SGD"
 
 
 def steps(model: nn.Module, rank: int, num: int = 5, optimizer: Any = None) -> Any:
@@ -120,7 +122,7 @@ def said_by(body: Callable[[lockstep.World], None], caplog: pytest.LogCaptureFix
     caplog.set_level(logging.WARNING)
     lockstep.launch(body, nprocs=2, ranks="threads")
     said = [record.getMessage() for record in caplog.records]
-    return [text for text in said if APART in text or OPTIONS in text]
+    return [text for text in said if any(one in text for one in (APART, OPTIONS, CHANGED))]
 
 
 @pytest.mark.parametrize("body", [forgotten, loaded_copy, one_of_two])
@@ -175,6 +177,72 @@ def test_options_that_are_equal_are_not(caplog: pytest.LogCaptureFixture) -> Non
             scheduler.step()
 
     assert said_by(body, caplog) == []
+
+
+def changed(world: lockstep.World, what: str, shard: str) -> None:
+    """Let rank 0 alone read or change a gradient or a parameter before each step."""
+    model = lockstep.parallelize(net())
+    optimizer: Any = SGD(model.parameters(), 0.1)
+    if shard:
+        optimizer = lockstep.shard_optimizer(optimizer, overlap=shard == "overlap")
+    weight = model.second.weight
+    for step in range(4):
+        optimizer.zero_grad()
+        model(parts(2)[world.rank]).square().mean().backward()
+        is_first = world.rank == 0
+        if what == "gradient" and (is_first or shard == "overlap"):
+            weight.grad.mul_(2.0 if is_first else 1.0)
+        elif what == "replaced" and is_first:
+            weight.grad = torch.zeros_like(weight)
+        elif what == "NaN" and (is_first or shard == "overlap") and step == 1:
+            weight.grad[:] = torch.nan if is_first else 0.0
+        elif what == "value" and is_first:
+            with torch.no_grad():
+                weight.mul_(0.5)
+        elif what == "data" and is_first:
+            weight.data = torch.ones_like(weight)
+        elif what == "read" and is_first:
+            assert weight.grad is not None
+        elif what == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        elif what == "clipped by ours":
+            lockstep.clip_grad_norm_(model.parameters(), 0.01)
+            if is_first:
+                assert weight.grad is not None
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "shard"),
+    [
+        *itertools.product(["gradient", "replaced", "NaN", "value"], ["", "sharded"]),
+        ("data", ""),  # under a sharded optimizer it raises an error
+    ],
+)
+def test_what_one_rank_alone_has_changed_is_told_of_by_name(
+    what: str, shard: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (said,) = said_by(lambda world: changed(world, what, shard), caplog)
+    kind = "value" if what in ("value", "data") else "gradient"
+    assert f"The {kind} of 'second.weight' isn't the same on all ranks" in said
+    assert "on rank 0 and" in said
+    assert "on rank 1 before step" in said
+
+
+@pytest.mark.parametrize("what", ["gradient", "NaN"])
+def test_gradients_that_arrive_are_compared_once_gathered(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (said,) = said_by(lambda world: changed(world, what, "overlap"), caplog)
+    assert "The gradient of 'second.weight'" in said
+
+
+@pytest.mark.parametrize("shard", ["", "sharded"])
+@pytest.mark.parametrize("what", ["read", "clipped", "clipped by ours"])
+def test_what_all_ranks_have_is_not(
+    what: str, shard: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said_by(lambda world: changed(world, what, shard), caplog) == []
 
 
 TRAINS = """

@@ -13,6 +13,7 @@ from lockstep.grad.pending import (
     bucket_of,
     lacks_gradient,
     name_of,
+    part_of_gradient,
     pending_bucket_of,
 )
 from lockstep.grad.reducer import Reducer
@@ -37,6 +38,7 @@ __all__ = [
     "gradient_of",
     "lacks_gradient",
     "name_of",
+    "part_of_gradient",
     "pending_bucket_of",
     "set_gradient",
     "view_like",

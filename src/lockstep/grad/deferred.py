@@ -273,6 +273,14 @@ class DeferredBucket(PendingBucket):
             if self._factor is not None:
                 target.mul_(self._factor)
 
+    def part_of_mean(self, position: int, start: int, stop: int) -> torch.Tensor:
+        """Return some elements of a pending gradient, which each rank can compute on its own."""
+        view, offset = self._views[position], self.offsets[position]
+        if view.is_contiguous():
+            return self.new_sum(offset + start, offset + stop)
+        every = self.new_sum(offset, offset + view.numel())
+        return every.as_strided(view.shape, view.stride()).reshape(-1)[start:stop]
+
     def own_range(self) -> tuple[int, int]:
         """Return the first element that this rank sums for all, and the one after its last."""
         size = -(-self.numel // self.group.size())

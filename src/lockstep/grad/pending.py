@@ -81,6 +81,19 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
 
 
+def part_of_gradient(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
+    """Return some elements of the gradient, of one dimension, without a collective.
+
+    A pending gradient stays pending. None if there is none, or this rank can't know of it.
+    """
+    if (found := pending_bucket_of(parameter)) is not None:
+        return found[0].part_of_mean(found[1], start, stop)
+    gradient = gradient_of(parameter)
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    return gradient.detach().reshape(-1)[start:stop]
+
+
 def name_of(parameter: torch.Tensor) -> str:
     """Return the name of ``parameter`` for an error, or its shape if it isn't known by name."""
     if (found := bucket_of(parameter)) is not None:
@@ -172,6 +185,10 @@ class PendingBucket(Bucket, ABC):
         total = self._buffer.new_empty(stop - start)
         self.sum_into(total, start)
         return total
+
+    def part_of_mean(self, position: int, start: int, stop: int) -> torch.Tensor | None:
+        """Return some elements of a pending gradient; None if this rank hasn't got them."""
+        return None
 
     @abstractmethod
     def scale_means(self, factor: torch.Tensor) -> None:

@@ -37,8 +37,9 @@ from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
+from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
-from lockstep.world import keepers
+from lockstep.world import keepers, look_after_other_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +66,9 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
-        if _groups_of not in keepers:
-            keepers.append(_groups_of)
+        if kept not in keepers:
+            keepers.append(kept)
+            look_after_other_hooks()
         _watch_for_rpc()
         if _set_state is None:  # others may replace it later, too
             _set_state = nn.Module.__setstate__
@@ -106,10 +108,6 @@ def mark_stale(engine: Engine) -> None:
     with _lock:
         engine.is_stale = True
         _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
-
-
-def _groups_of(parameters: Sequence[torch.Tensor]) -> set[dist.ProcessGroup]:
-    return {engine.process_group for engine in engines_with(parameters)}
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:

@@ -1,4 +1,5 @@
 from .apart import keepers as keepers
+from .apart import look_after_other_hooks as look_after_other_hooks
 from .apart import watch_optimizers as watch_optimizers
 from .environment import Placement as Placement
 from .environment import Starter as Starter
@@ -7,6 +8,9 @@ from .environment import detect as detect
 from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import rank_environment as rank_environment
+from .facts import Kept as Kept
+from .facts import Sample as Sample
+from .facts import samples_of as samples_of
 from .rendezvous import end_on_silence as end_on_silence
 from .rendezvous import first_line as first_line
 from .world import World as World

@@ -1,0 +1,50 @@
+"""Samples of what lockstep keeps the same, by which ranks notice that a program has changed it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from torch.optim import Optimizer
+
+from lockstep.grad import part_of_gradient
+from lockstep.nn.backward import engines_with
+from lockstep.nn.engine import Engine
+from lockstep.world import Kept, Sample, samples_of
+
+# How many parameters are looked at in one look, and how many of their elements. Each look has other
+# ones.
+_NUM_PARAMETERS, _NUM_ELEMENTS = 16, 4
+_STRIDE = 7919  # a prime
+
+
+def kept(optimizer: Optimizer) -> list[Kept]:
+    """Return the engines that keep parameters of ``optimizer`` in step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {*map(id, parameters)}
+    return [
+        Kept(engine.process_group, engine.num_backwards, partial(_samples, engine, own))
+        for engine in engines_with(parameters)
+    ]
+
+
+def _samples(engine: Engine, own: Collection[int], number: int) -> list[Sample]:
+    """Return samples of the parameters of ``engine`` whose id() is among ``own``."""
+    # Without synchronisation, or with a hook that averages over some ranks, replicas may differ.
+    if not engine.is_syncing or engine.is_stale or engine.reducer.comm_hook is not None:
+        return []
+    named = [
+        (name, parameter)
+        for name, parameter in engine.reducer.named
+        if id(parameter) in own and parameter.is_floating_point() and parameter.numel()
+    ]
+    first = number * _NUM_PARAMETERS % max(len(named), 1)
+    chosen = [*named[first:], *named[:first]][:_NUM_PARAMETERS]
+    found = []
+    for name, parameter in chosen:
+        start = number * _STRIDE % max(parameter.numel() - _NUM_ELEMENTS + 1, 1)
+        stop = min(start + _NUM_ELEMENTS, parameter.numel())
+        is_own = engine.reducer.is_unreduced(parameter)
+        gradient = None if is_own else part_of_gradient(parameter, start, stop)
+        found.append((name, parameter.detach().reshape(-1)[start:stop], gradient))
+    return samples_of(found)
