@@ -53,6 +53,8 @@ from .join_state import sum_in_step as sum_in_step
 from .shm.memory import Segment as Segment
 from .shm.memory import bytes_of as bytes_of
 from .shm.memory import check_room as check_room
+from .shm.memory import is_shared as is_shared
+from .shm.memory import leave_to_others as leave_to_others
 from .shm.memory import map_segment as map_segment
 from .shm.memory import receive_message as receive_message
 from .shm.memory import send_message as send_message

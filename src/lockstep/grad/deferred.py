@@ -17,6 +17,7 @@ are over, buckets have two buffers from the start.
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import sys
 import threading
@@ -35,6 +36,7 @@ from lockstep.comm import (
     SharedMemoryGroup,
     all_gather,
     bytes_of,
+    is_shared,
     reduction_for,
     share,
     start_all_reduce,
@@ -89,6 +91,18 @@ _lock = threading.Lock()
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[DeferredBucket]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _sum_before_fork() -> None:
+    """Sum pending gradients, as other processes will change what a child would sum them from."""
+    with _lock:
+        buckets = [bucket for own in _by_group.values() for bucket in own]
+    for bucket in buckets:
+        if is_shared(bucket._buffer):
+            bucket.sum_pending()
+
+
+os.register_at_fork(before=_sum_before_fork)
 
 
 class DeferredBucket(PendingBucket):

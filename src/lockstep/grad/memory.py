@@ -8,6 +8,9 @@ autograd adds to. Here both are views of one memory, which every backward uses. 
 - a tensor that is a parameter's gradient when a backward begins, is elsewhere, and is held by the
   program too, stays that, and gets a copy of the mean.
 
+- a process that is forked gets the gradients that there are, in memory of its own, before the fork
+  returns.
+
 Holders are told by the number of references to a view, and by the number of tensors in its memory.
 Shown by tests/nn/test_kept_gradients.py and test_kept_gradients_random.py.
 """
@@ -15,13 +18,18 @@ Shown by tests/nn/test_kept_gradients.py and test_kept_gradients_random.py.
 from __future__ import annotations
 
 import operator
+import os
+import select
 import sys
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from lockstep.comm import is_shared, leave_to_others
 from lockstep.torch_private import storage_use_count
 
 # Parameters and pending gradients begin at multiples of this number of elements: at whole cache
@@ -81,6 +89,13 @@ class Memory:
         self.pointers = [view.data_ptr() for view in views]
         self._storage = buffer.untyped_storage()
         self._num_uses = storage_use_count(self._storage._cdata)
+        _memories.add(self)
+
+    def is_used(self) -> bool:
+        """Whether anybody has a gradient in it."""
+        counts = map(sys.getrefcount, self.views)
+        has_more_views = storage_use_count(self._storage._cdata) > self._num_uses
+        return has_more_views or any(count > _IN_A_LIST for count in counts)
 
     def is_held(self, gradients: Iterable[torch.Tensor | None]) -> bool:
         """Whether anybody holds a view of it, apart from those that are ``gradients``, in order.
@@ -119,3 +134,53 @@ def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
         count > _IN_A_LIST + 1 or storage_use_count(key) > own[key] + 1
         for count, key in zip(counts, keys, strict=True)
     ]
+
+
+class _Fork(threading.local):
+    """A fork by this thread: the shared memories, whether they are used, and a pipe.
+
+    The parent waits for a byte in the pipe, so that it changes no gradient that the child has yet
+    to copy.
+    """
+
+    memories: Sequence[tuple[Memory, bool]] = ()
+    pipe: tuple[int, int] | None = None
+
+
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+_fork = _Fork()
+# The longest that a fork waits for the child to copy gradients.
+_COPY_SECONDS = 10.0
+
+
+def _before_fork() -> None:
+    shared = [memory for memory in list(_memories) if is_shared(memory.buffer)]
+    _fork.memories = [(memory, memory.is_used()) for memory in shared]
+    _fork.pipe = os.pipe() if any(is_used for _, is_used in _fork.memories) else None
+
+
+def _after_fork_in_parent() -> None:
+    pipe, _fork.pipe, _fork.memories = _fork.pipe, None, ()
+    if pipe is not None:
+        os.close(pipe[1])
+        has_copied = select.poll()
+        has_copied.register(pipe[0])
+        has_copied.poll(_COPY_SECONDS * 1000)
+        os.close(pipe[0])
+
+
+def _after_fork_in_child() -> None:
+    for memory, is_used in _fork.memories:
+        leave_to_others(memory.buffer, keeps=is_used)
+    pipe, _fork.pipe, _fork.memories = _fork.pipe, None, ()
+    if pipe is not None:
+        os.write(pipe[1], b"1")
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

@@ -37,6 +37,8 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _PART = 16
 _LOOK_SECONDS = 0.5
 
+_FIXED = 0x10  # from <sys/mman.h>: at the given address
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long)
@@ -45,6 +47,9 @@ _libc.madvise.argtypes = (c_void_p, c_size_t, c_int)
 _libc.fallocate.argtypes = (c_int, c_int, ctypes.c_long, ctypes.c_long)
 _view_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_ssize_t, c_int)
 _memoryview_of = _view_prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+# The memory of this process that others may see, by address: its number of bytes.
+_shared_at: dict[int, int] = {}
 
 
 class Segment:
@@ -98,6 +103,7 @@ class Segment:
         """
         start, tensor = self._grow(num_bytes, _Owner(self.offset_at, self._freed, os.getpid()))
         self.offset_at[tensor.data_ptr()] = start
+        _shared_at[tensor.data_ptr()] = num_bytes
         return tensor
 
     def _grow(self, num_bytes: int, owner: _Owner | None = None) -> tuple[int, torch.Tensor]:
@@ -188,12 +194,32 @@ def map_memory(
 def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # In this order, as something else may be at this address as soon as it is unmapped. Shown by
     # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+    if owner is not None:
+        _shared_at.pop(pointer, None)
     if owner is not None and owner.process == os.getpid():
         start = owner.offset_at.pop(pointer, None)
         if start is not None:  # or others may read it still
             _libc.madvise(pointer, num_bytes, mmap.MADV_REMOVE)  # though other processes may map it
             owner.freed.append((start, start + _in_pages(num_bytes)))
     _libc.munmap(pointer, num_bytes)
+
+
+def is_shared(memory: torch.Tensor) -> bool:
+    """Whether other processes may see ``memory``, a buffer as :meth:`Segment.add` has made it."""
+    return memory.untyped_storage().data_ptr() in _shared_at
+
+
+def leave_to_others(memory: torch.Tensor, *, keeps: bool) -> None:
+    """Let this process have shared ``memory`` alone, with the same bytes if it ``keeps`` them."""
+    pointer = memory.untyped_storage().data_ptr()
+    num_bytes = _shared_at.pop(pointer)
+    values = memory.clone() if keeps else None
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if _libc.mmap(pointer, _in_pages(num_bytes), access, kind | _FIXED, -1, 0) == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise no_room(num_bytes, OSError(number, os.strerror(number)))
+    if values is not None:
+        memory.copy_(values)
 
 
 def drop_pages(private: torch.Tensor, start: int, stop: int) -> None:
