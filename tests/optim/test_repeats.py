@@ -149,6 +149,33 @@ def test_a_program_has_the_same_bits(kind: Any, backend: str) -> None:
     check_same_bits(program_of(kind), Unused, backend=backend)
 
 
+def joining(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(Momentum(model.parameters()))
+    with lockstep.join(model):
+        for loss in losses(model, rank, 2 + 2 * rank):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if sharding_of(optimizer) is not None:
+        assert all(pair.is_followed for pair in pairs_of(optimizer))
+
+
+def losing_numbers(model: nn.Module, shard: Any, rank: int) -> None:
+    optimizer = shard(Inner(model.parameters()))
+    train(model, optimizer, rank)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+    train(model, optimizer, rank)
+    for parameter in model.parameters():
+        parameter.detach().nan_to_num_(1.0)
+
+
+@pytest.mark.parametrize("program", [joining, losing_numbers])
+def test_steps_along_with_others_and_without_numbers_have_the_same_bits(program: Any) -> None:
+    check_same_bits(program)
+
+
 def test_ranks_without_parameters_have_the_same_bits() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> None:
         train(model, shard(Inner([model.fc2.bias])), rank)

@@ -19,6 +19,11 @@ import lockstep
 from tests.counts import num_examples
 from tests.ranks import run_ranks
 
+
+class Own(torch.optim.AdamW):
+    """Of an unknown class: each rank repeats updates of another."""
+
+
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -26,6 +31,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Own": lambda p: Own(p, lr=0.01),
 }
 
 

@@ -311,9 +311,9 @@ def _choose(flat: FlatParameters, groups: Mapping[nn.Parameter, int]) -> list[in
 
 def _machine(device: torch.device) -> list[Any]:
     """Return what the last bits of an update may depend on."""
-    name = ""
-    if device.type != "cpu":
-        name = str(torch.get_device_module(device).get_device_name(device))
+    name = device.type
+    if name != "cpu":
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: name)(device)
     capability = torch.backends.cpu.get_cpu_capability()
     return [str(torch.__version__), capability, torch.get_num_threads(), name]
 
