@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,19 @@ def loaded_copy(world: lockstep.World) -> None:
     other = net()
     other.load_state_dict(model.state_dict())
     steps(other, world.rank)
+
+
+def deep_copy(world: lockstep.World) -> None:
+    model = lockstep.parallelize(net())
+    model.more = nn.Linear(2, 2)
+    steps(copy.deepcopy(model), world.rank)
+
+
+def pickled_after_a_wrapper(world: lockstep.World) -> None:
+    model = net()
+    lockstep.DistributedDataParallel(model)
+    lockstep.DistributedDataParallel(model)
+    steps(pickle.loads(pickle.dumps(model)), world.rank)
 
 
 def one_of_two(world: lockstep.World) -> None:
@@ -111,6 +125,12 @@ def other_models(world: lockstep.World) -> None:
     steps(nn.Sequential(nn.Linear(4, 3 + world.rank), nn.Tanh()).double(), world.rank)
 
 
+def copy_in_torchs_wrapper(world: lockstep.World) -> None:
+    group = dist.new_group(backend="gloo")
+    copied = copy.deepcopy(lockstep.parallelize(nn.Sequential(nn.Linear(4, 3)).double()))
+    steps(nn.parallel.DistributedDataParallel(copied, process_group=group), world.rank)
+
+
 def average_of_weights(world: lockstep.World) -> None:
     model = lockstep.parallelize(net())
     average = copy.deepcopy(model)
@@ -125,7 +145,9 @@ def said_by(body: Callable[[lockstep.World], None], caplog: pytest.LogCaptureFix
     return [text for text in said if any(one in text for one in (APART, OPTIONS, CHANGED))]
 
 
-@pytest.mark.parametrize("body", [forgotten, loaded_copy, one_of_two])
+@pytest.mark.parametrize(
+    "body", [forgotten, loaded_copy, deep_copy, pickled_after_a_wrapper, one_of_two]
+)
 def test_parameters_that_nothing_keeps_in_step_are_told_of_once(
     body: Callable[[lockstep.World], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,8 +159,9 @@ def test_parameters_that_nothing_keeps_in_step_are_told_of_once(
 QUIET = [
     *(parallel, sharded, by_hand, averaged, with_local_steps, on_one_rank, other_models),
     average_of_weights,
-    pytest.param(
-        in_torchs_wrapper, marks=pytest.mark.keeps_descriptors("torch's DDP keeps Gloo's")
+    *(
+        pytest.param(body, marks=pytest.mark.keeps_descriptors("torch's DDP keeps Gloo's"))
+        for body in (in_torchs_wrapper, copy_in_torchs_wrapper)
     ),
 ]
 

@@ -15,18 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.nn import global_hooks
 from tests.nn.test_parallelize import net, parts
-from tests.ranks import gloo_group, run_ranks
-
-
-@pytest.fixture(autouse=True)
-def nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_hooks, "_groups_by_form", {})
-    monkeypatch.setattr(global_hooks, "_warned_forms", set())
-
-
-SAID = "has the same parameters as a parallel Net, and is not parallel"
+from tests.ranks import run_ranks
 
 
 def save_and_load(model: nn.Module) -> nn.Module:
@@ -49,12 +39,9 @@ COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_that_is_trained_is_told_of_once(
-    copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_can_be_made_parallel(copied: Callable[[nn.Module], nn.Module]) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = lockstep.parallelize(net(), process_group=group)
-        model = copied(model)  # the first is gone
+        model = copied(lockstep.parallelize(net(), process_group=group))  # the first is gone
         train(model, rank)
         model = lockstep.parallelize(model, process_group=group)
         train(model, rank)
@@ -62,41 +49,6 @@ def test_a_copy_that_is_trained_is_told_of_once(
 
     first, second = run_ranks(2, body)
     assert all(map(torch.equal, first, second))
-    assert [SAID in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_nothing_is_said_of_a_copy_that_is_not_trained(caplog: pytest.LogCaptureFixture) -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = lockstep.parallelize(net(), process_group=group)
-        average = copy.deepcopy(model)
-        train(model, rank)
-        average(parts(2)[rank])
-        other = nn.Linear(3, 1)
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-
-    run_ranks(2, body)
-    assert "parallel" not in caplog.text
-
-
-@pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_is_told_of_at_its_first_backward(
-    copied: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may be stepped by hand."""
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        trained = copied(lockstep.parallelize(net(), process_group=group))
-        again = copied(trained)
-        if rank:
-            return  # ranks in threads are told once
-        trained(parts(2)[rank]).sum().backward()
-        assert SAID in caplog.text
-        caplog.clear()
-        trained(parts(2)[rank]).sum().backward()
-        again(parts(2)[rank]).sum().backward()
-
-    run_ranks(2, body)
-    assert "parallel" not in caplog.text
 
 
 class Circle(nn.Module):
@@ -137,55 +89,6 @@ def test_a_copy_that_nobody_has_is_gone(copied: Callable[[nn.Module], nn.Module]
         assert parameter() is None
 
     run_ranks(2, body)
-
-
-def test_a_copy_of_a_changed_model_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = lockstep.parallelize(net(), process_group=group)
-        model.more = nn.Linear(2, 2)
-        model.first.requires_grad_(False)
-        copied = copy.deepcopy(model)
-        if not rank:
-            copied(parts(2)[rank]).sum().backward()
-            assert SAID in caplog.text
-
-    run_ranks(2, body)
-
-
-def test_a_copy_is_told_of_after_a_wrapper_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
-        first = lockstep.DistributedDataParallel(model, process_group=group)
-        second = lockstep.DistributedDataParallel(model, process_group=group)
-        copied = copy.deepcopy(model)
-        if not rank:
-            copied(parts(2)[rank]).sum().backward()
-            assert SAID in caplog.text
-        assert first.module is second.module
-
-    run_ranks(2, body)
-
-
-def test_nothing_is_said_of_copies_in_torchs_wrapper_or_after_the_group(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    copies: list[nn.Module] = []
-
-    def body(world: lockstep.World) -> None:
-        model = lockstep.parallelize(net())
-        copied = copy.deepcopy(model)
-        if world.rank:
-            copies.append(copied)
-            return
-        own = nn.parallel.DistributedDataParallel(
-            copied, process_group=gloo_group(dist.HashStore(), 0, 1, 20)
-        )
-        own(parts(2)[0]).sum().backward()
-
-    lockstep.launch(body, 2, ranks="threads")
-    gc.collect()
-    copies[0](parts(2)[0]).sum().backward()
-    assert "parallel" not in caplog.text
 
 
 class OddParameters(nn.Linear):

@@ -1,10 +1,7 @@
-"""torch's global hooks: for changes and copies of parallel models, and for steps of optimizers.
+"""torch's global hooks: for changes of parallel models, and for steps of optimizers.
 
 torch calls registration hooks when a parameter or a module is put into a module. They mark the
 engine of a parallel module as stale, and it is refreshed before the next forward of any part of it.
-
-``copy.deepcopy`` and ``pickle`` make plain models, as an EMA or a checkpoint wants. Both end in
-``Module.__setstate__``, which is replaced: in the first backward of a copy, a warning is logged.
 
 Before an optimizer steps, a rank takes part in backwards in which it had no gradient: if its loss
 depends on no parameter of a model, none of the model's hooks runs, and the rank doesn't know of the
@@ -16,16 +13,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import partial
 from traceback import walk_stack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
@@ -39,7 +32,7 @@ from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
 from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
-from lockstep.world import keepers, look_after_other_hooks
+from lockstep.world import keepers, watch_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +45,10 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 _lock = threading.RLock()
 # The registered global hooks, by the function that registers them and the hook.
 _handles: dict[object, RemovableHandle] = {}
-# By the form of each model that is or was parallel, the groups it was parallel over; and the forms
-# of models with a copy that a warning was logged about.
-_groups_by_form: dict[object, weakref.WeakSet[dist.ProcessGroup]] = {}
-_warned_forms: set[object] = set()
 
 
 def watch(engine: Engine) -> None:
-    """Watch the module of ``engine`` for changes and copies, and for steps of its optimizers."""
-    global _set_state
+    """Watch the module of ``engine`` for changes, and for steps of its optimizers."""
     with _lock:
         _hang(hooks.register_module_parameter_registration_hook, _registered)
         _hang(hooks.register_module_module_registration_hook, _registered)
@@ -68,18 +56,8 @@ def watch(engine: Engine) -> None:
         _hang(register_optimizer_step_pre_hook, _before_step)
         if kept not in keepers:
             keepers.append(kept)
-            look_after_other_hooks()
+            watch_optimizers(after_other_hooks=True)
         _watch_for_rpc()
-        if _set_state is None:  # others may replace it later, too
-            _set_state = nn.Module.__setstate__
-            nn.Module.__setstate__ = _set_state_of_copy  # type: ignore[method-assign]
-        _remember_form(_form_of(engine.module), engine)
-
-
-def unwatch(engine: Engine) -> None:
-    """Don't warn about copies of the module of ``engine`` any more."""
-    with _lock:
-        _groups_by_form.pop(_form_of(engine.module), None)
 
 
 def _hang(register: Any, hook: Any) -> None:
@@ -128,7 +106,7 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 
 
 def _leave_to_torch(module: nn.Module) -> None:
-    """Raise if engines reduce parameters of ``module``; if it is a copy, don't warn about it.
+    """Raise if engines reduce parameters of ``module``.
 
     It is called when torch's wrapper is constructed around ``module``.
     """
@@ -141,10 +119,6 @@ def _leave_to_torch(module: nn.Module) -> None:
             "give it the bare model, with a strategy of lockstep.integrations or within `with "
             "lockstep.integrations.replace_torch_ddp():`; or keep the parallel model from it."
         )
-    for parameter in module.parameters():
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-            if isinstance(hook, _CopyHook):
-                hook.remove()
 
 
 @uncompiled
@@ -175,84 +149,6 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     except RuntimeError:
         return
     raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
-
-
-# The original of ``Module.__setstate__`` once it is replaced: torch's, or another library's.
-_set_state: Any = None
-
-
-@uncompiled
-def _set_state_of_copy(module: nn.Module, state: dict[str, Any]) -> None:
-    """Replace ``Module.__setstate__``: watch copies of parallel models for their first backward."""
-    _set_state(module, state)
-    # It is called for any module of the program, with parts that may have no state yet, if they
-    # refer to the module themselves. It must never fail.
-    with suppress(Exception), _lock:
-        form = _form_of(module)
-        for engine in all_engines():  # a parallel model may have changed
-            if type(engine.module) is type(module) and _form_of(engine.module) == form:
-                _remember_form(form, engine)
-        if form in _groups_by_form and form not in _warned_forms:
-            _CopyHook(form, type(module).__name__, _groups_by_form[form]).hang(module)
-
-
-def _remember_form(form: object, engine: Engine) -> None:
-    groups = _groups_by_form.setdefault(form, weakref.WeakSet())
-    if not groups:  # the groups of earlier models are gone: this is another program, as in a test
-        _warned_forms.discard(form)
-    groups.add(engine.process_group)
-
-
-def _form_of(module: nn.Module | None) -> object:
-    """Return what a model and its copies have in common: class, and shapes of parameters."""
-    parameters = [] if module is None else module.parameters()
-    return type(module), frozenset(Counter(parameter.shape for parameter in parameters).items())
-
-
-class _CopyHook:
-    """Warns in the first backward of a copy of a parallel model, unless it is parallel by then.
-
-    It holds the name of the model, and not the model: the garbage collector doesn't see through a
-    parameter's hooks.
-    """
-
-    def __init__(self, form: object, name: str, groups: weakref.WeakSet[dist.ProcessGroup]) -> None:
-        self._form, self._name, self._groups = form, name, groups
-        self._handles: list[RemovableHandle] = []
-
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        """A copy is False: a copied handle may have it, but no parameter does."""
-        return bool, ()
-
-    def hang(self, module: nn.Module) -> None:
-        """Register it on all parameters of ``module``."""
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self))
-
-    def remove(self) -> None:
-        """Remove it from all parameters."""
-        for handle in self._handles:
-            handle.remove()
-
-    @uncompiled
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Warn."""
-        self.remove()
-        if engines_with([parameter]):
-            return
-        with _lock:
-            is_first = bool(self._groups) and self._form not in _warned_forms
-            if is_first:
-                _warned_forms.add(self._form)
-        if is_first:
-            _log.warning(
-                "This %s was copied or unpickled, has the same parameters as a parallel %s, and is "
-                "not parallel: each rank trains its own. Call lockstep.parallelize() on it. (This "
-                "is said once for a model.)",
-                self._name,
-                self._name,
-            )
 
 
 @uncompiled

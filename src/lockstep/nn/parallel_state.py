@@ -26,7 +26,7 @@ from lockstep.grad import PendingBucket, gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine, Options
-from lockstep.nn.global_hooks import unwatch, watch
+from lockstep.nn.global_hooks import watch
 from lockstep.nn.loss_scale import watch_scalers
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
@@ -340,7 +340,6 @@ def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> Non
     """Stop ``engines``, and put ``replacements`` in their place in all states that list them."""
     for engine in engines:
         backward_sync_of(engine.process_group).remove(engine)
-        unwatch(engine)
     for state in _all_states():
         kept = [engine for engine in state.engines if engine not in engines]
         if len(kept) < len(state.engines):

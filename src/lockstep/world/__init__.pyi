@@ -1,5 +1,4 @@
 from .apart import keepers as keepers
-from .apart import look_after_other_hooks as look_after_other_hooks
 from .apart import watch_optimizers as watch_optimizers
 from .environment import Placement as Placement
 from .environment import Starter as Starter

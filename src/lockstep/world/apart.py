@@ -73,18 +73,15 @@ _hooks: list[RemovableHandle] = []
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def watch_optimizers() -> None:
-    """Watch the steps of all optimizers in this process from now on."""
-    with _lock:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+def watch_optimizers(*, after_other_hooks: bool = False) -> None:
+    """Watch the steps of all optimizers in this process from now on.
 
-
-def look_after_other_hooks() -> None:
-    """Let facts be those after the hooks that are there by now, by which ranks get gradients."""
+    Facts are to be those after other hooks, if in these ranks get gradients.
+    """
     with _lock:
-        if _hooks:
+        if _hooks and after_other_hooks:
             _hooks.pop().remove()
+        if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
@@ -127,8 +124,8 @@ def _look(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [one for keeper in keepers for one in keeper(optimizer)]
     group = kept[0].group if kept else dist.group.WORLD
-    if group is None:
-        return look_for_strangers(optimizer, parameters)
+    if group is None:  # models may be parallel over groups of the program's own
+        return bool(keepers) or look_for_strangers(optimizer, parameters)
     try:
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):  # a group that torch doesn't know
