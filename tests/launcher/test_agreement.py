@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.launcher import agreement as module
-from lockstep.launcher.agreement import Agreement, _outcome_of_peer
+from lockstep.launcher.agreement import Agreement, _decoded
 from lockstep.launcher.failures import Outcome
 
 Join = Callable[..., Agreement]
@@ -52,9 +52,9 @@ def tell(store: dist.Store, host: int, *told: object) -> None:
     store.set(f"done/{host}", "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"exit_status": "x"}', "\udcff"])
-def test_failure_of_another_host_that_cannot_be_read_is_a_failure(text: str) -> None:
-    assert _outcome_of_peer(text).exit_status == 1
+@pytest.mark.parametrize("told", [b"", b"[]", b"{}", b'{"exit_status": "x"}', b"\xff"])
+def test_failure_of_another_host_that_cannot_be_read_is_a_failure(told: bytes) -> None:
+    assert _decoded(told).exit_status == 1
 
 
 def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
@@ -156,3 +156,16 @@ def test_interruption_of_one_host_is_passed_on_and_is_to_blame(join: Join) -> No
     thread.join()
     assert answers[0].exit_status == 130
     assert answers[0].message == "ended by SIGINT at host 0 (name-0); no rank is left running."
+
+
+def test_rank_that_ended_by_itself_is_to_blame_for_those_that_lost_it(join: Join) -> None:
+    suspect = Outcome(1, message="rank 2 of 4 failed first", rank=2, at_seconds=time.time())
+    store = dist.HashStore()
+    first, second = join(store, 2), join(store, 2, number=1)
+    answers: list[Outcome] = []
+    own = Outcome(0, suspect=suspect)
+    thread = threading.Thread(target=lambda: answers.append(second.settle(own, go_on)))
+    thread.start()
+    assert first.settle(PEER_LOST, go_on).rank == 2
+    thread.join()
+    assert answers[0].rank == 2

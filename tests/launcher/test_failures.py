@@ -43,6 +43,11 @@ FAILURES = {
         7,
         ["exit code 7", "no traceback", "out of luck"],
     ),
+    "os._exit(0)": (
+        "print('out of luck', file=sys.stderr); os._exit(0)",
+        1,
+        ["exit code 0 before its program was at the end", "no traceback", "out of luck"],
+    ),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, ["SIGKILL"]),
     "segfault": (
         "ctypes.string_at(0)",

@@ -293,6 +293,50 @@ def test_host_that_waits_in_vain_says_where(bench: Bench) -> None:
     assert "Traceback" not in done.stderr
 
 
+NOT_OURS = "203.0.113.9"  # an address that is given to no host
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_mistyped_address_is_told_in_time_with_the_right_ones(bench: Bench, host: int) -> None:
+    options = ["--nnodes", 2, "--node-rank", host, "--rdzv-endpoint", f"{NOT_OURS}:{free_port()}"]
+    script = bench.script("print('ran')")
+    done = bench.run("run", *options, "--rdzv-timeout", 1, script, seconds=50)
+    assert done.returncode == 2
+    assert f"The addresses of this host, {socket.gethostname()}, are " in done.stderr
+    assert "127.0.0.1 (lo)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_host_without_loopback(bench: Bench, two_hosts: Hosts) -> None:
+    """Ranks of one host meet without; of several hosts, the first is told what is wrong."""
+    subprocess.run([*two_hosts.on(0), "ip", "link", "set", "lo", "down"], check=True)
+    script = str(bench.script(INIT))
+    run = [*two_hosts.on(0), sys.executable, "-m", "lockstep", "run", "-n", "2"]
+    endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"{two_hosts.address(0)}:29500"]
+    alone = subprocess.run([*run, script], capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 0, alone.stderr
+    assert lines_of(alone.stdout, 1) == ["1 2 2 3.0"]
+    assert "lockstep: no store can be opened on this host" in alone.stderr
+    options = [*endpoint, "--node-rank", "0", script]
+    first = subprocess.run([*run, *options], capture_output=True, text=True, timeout=60)
+    assert first.returncode == 2
+    assert "this host doesn't reach itself at 10.77.0.1" in first.stderr
+    assert "Traceback" not in first.stderr
+
+
+@pytest.mark.parametrize("limit", [pytest.param(20, marks=pytest.mark.long), 24])
+def test_few_descriptors_are_told_in_time(bench: Bench, limit: int) -> None:
+    command = f"ulimit -n {limit}; exec {sys.executable} -m lockstep run -n 2 script.py"
+    bench.script("print('ran')")
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=bench.directory, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[Hosts]:
     with hosts_of_a_network(2) as hosts:
@@ -308,9 +352,11 @@ INIT = """
     """
 
 
-def start_on(hosts: Hosts, script: Path, *options: str) -> list[subprocess.Popen[str]]:
+def start_on(
+    hosts: Hosts, script: Path, *options: str, address: str = Hosts.address(0)
+) -> list[subprocess.Popen[str]]:
     """Start two ranks of ``script`` on each of two ``hosts``."""
-    endpoint = f"{hosts.address(0)}:29500"
+    endpoint = f"{address}:29500"
     return [
         subprocess.Popen(
             [*hosts.on(number), sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
@@ -330,6 +376,17 @@ def test_two_hosts_of_a_network(bench: Bench, two_hosts: Hosts) -> None:
         assert run.returncode == 0, err
         for local_rank in range(2):
             assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("versions", [(6,), (4, 6)])
+def test_two_hosts_of_a_network_of_ipv6(bench: Bench, versions: tuple[int, ...]) -> None:
+    with hosts_of_a_network(2, versions) as hosts:
+        address = f"[{hosts.address6(0)}]"
+        for number, run in enumerate(start_on(hosts, bench.script(INIT), address=address)):
+            out, err = run.communicate(timeout=100)
+            assert run.returncode == 0, err
+            assert lines_of(out, 2 * number) == ["0 2 4 10.0"]
 
 
 COUNT_BYTES = """

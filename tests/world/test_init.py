@@ -23,7 +23,8 @@ import lockstep
 from lockstep import errors
 from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
-from lockstep.world.rendezvous import interface_towards, meet, roll_call
+from lockstep.world.network import interface_towards
+from lockstep.world.rendezvous import meet, roll_call
 from lockstep.world.world import NCCL_AND_GLOO, RankContext, _place_on_host
 from tests.launcher.bench import free_port
 from tests.processes import Processes, processes

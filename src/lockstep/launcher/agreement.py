@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 
@@ -145,16 +145,17 @@ class Agreement:
         found = [*filter(_is_failure, [outcome])]
         if found:
             self._tell(outcome)
+        if outcome.suspect is not None:
+            self._store.set(f"suspect/{self._number}", _encoded(outcome.suspect))
         self._store.set(f"done/{self._number}", "")
         if lost := self._wait_for_others(interrupted):
             found += map(self._loss_of, lost)
             self._tell(_to_blame(found))
         if (interruption := self._told_interruption()) is not None:
             found.append(interruption)
-        for host in set(self._hosts) - {self._number}:
-            if self._store.check([f"failure/{host}"]):
-                told = self._store.get(f"failure/{host}").decode(errors="replace")
-                found.append(_outcome_of_peer(told))
+        found += self._told_as("failure", {*self._hosts} - {self._number})
+        if found and all(failure.lost_a_peer for failure in found):
+            found += self._told_as("suspect", self._hosts)
         with contextlib.suppress(RuntimeError):  # the store's host has waited long enough
             self._store.add("left", 1)
             if self._number == 0:
@@ -170,10 +171,13 @@ class Agreement:
             time.sleep(_POLL_SECONDS)
 
     def _tell(self, failure: Outcome) -> None:
-        told = failure.exit_status, failure.at_seconds, failure.lost_a_peer, failure.rank
-        message = failure.message or f"the launcher of host {self._number} was ended."
-        self._store.set(f"failure/{self._number}", json.dumps([*told, message]))
+        self._store.set(f"failure/{self._number}", _encoded(failure))
         self._store.set("failed", "")
+
+    def _told_as(self, kind: str, hosts: Collection[int]) -> list[Outcome]:
+        """What these hosts have told under their keys of this ``kind``."""
+        there = [key for host in hosts if self._store.check([key := f"{kind}/{host}"])]
+        return [_decoded(bytes(self._store.get(key))) for key in there]
 
     def _tell_interruption(self) -> None:
         if self._interruption is not None:
@@ -259,9 +263,14 @@ def _to_blame(failures: Sequence[Outcome]) -> Outcome:
     return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_seconds))
 
 
-def _outcome_of_peer(text: str) -> Outcome:
+def _encoded(failure: Outcome) -> str:
+    told = failure.exit_status, failure.at_seconds, failure.lost_a_peer, failure.rank
+    return json.dumps([*told, failure.message or "the launcher of another host was ended."])
+
+
+def _decoded(told: bytes) -> Outcome:
     try:
-        status, at_seconds, lost_a_peer, rank, message = json.loads(text)
+        status, at_seconds, lost_a_peer, rank, message = json.loads(told)
         return Outcome(
             int(status),
             message=str(message),

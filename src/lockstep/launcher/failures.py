@@ -66,7 +66,9 @@ class Failure:
     told: Told | None = None  # the exception that ended the program
     signal: int | None = None  # the number of the signal that ended the rank
     refusal: str | None = None  # the whole message, if the program couldn't be started
-    without_result: bool = False  # whether it ended well, but before its function had returned
+    # Whether it ended with exit code 0, but not by the end of its program or function: by
+    # os._exit(0), or by a program that os.exec() put in its place.
+    by_itself: bool = False
     last_words: str = ""  # the end of its stderr, which is all there is of a crash
 
     @property
@@ -98,6 +100,8 @@ class Outcome:
     traceback: str | None = None
     at_seconds: float = 0.0  # of the failure by the wall clock, which hosts have in common
     lost_a_peer: bool = False
+    # What to blame if all failures are of ranks that have lost a peer, maybe on other hosts.
+    suspect: Outcome | None = None
 
     def check(self) -> None:
         """Raise RankFailed, or LaunchError if no rank is to blame, unless all went well."""
@@ -193,8 +197,8 @@ def _how(failure: Failure) -> str:
         )
     if failure.signal is not None:
         return f"it was ended by {signal_name(failure.signal)}"
-    if failure.without_result:
-        return "it ended with exit code 0 before the function had returned"
+    if failure.by_itself:
+        return "it ended with exit code 0 before its program was at the end, as os._exit(0) does"
     return f"exit code {failure.exit_code}"
 
 

@@ -11,23 +11,33 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline
+from lockstep.comm import Deadline, answered
 from lockstep.errors import LaunchError
 from lockstep.launcher.agreement import Agreement
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
-from lockstep.world import Placement, Starter, first_line, rank_environment
+from lockstep.world import (
+    Placement,
+    Starter,
+    addresses,
+    end_on_silence,
+    first_line,
+    rank_environment,
+)
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
+_OWN_SECONDS = 2.0  # the same, of the host that keeps it
 _RETRY_SECONDS = 0.2
 _STORE_TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
@@ -69,10 +79,20 @@ class Host:
         ]
 
     def _alone(self, size: int) -> Placement:
-        # Port 0: the kernel finds a free one, so that two runs never collide.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-        master = listener.getsockname()
-        self._held: dist.TCPStore | None = _open_store(listener)
+        self._held: dist.TCPStore | None = None
+        master = ("127.0.0.1", 1)
+        try:
+            # Port 0: the kernel finds a free one, so that two runs never collide.
+            listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+            master = listener.getsockname()
+            self._held = _open_store(listener)
+        except (OSError, RuntimeError) as error:
+            print(
+                f"lockstep: no store can be opened on this host: {first_line(error)}. "
+                "lockstep.init() needs none, but a torch.distributed.init_process_group() before "
+                "it will not find the other ranks.",
+                file=sys.stderr,
+            )
         # Any user of this host can write to a store on loopback, which is for programs that
         # expect one there. lockstep.init() uses a nameless file, open in this process alone.
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
@@ -83,7 +103,8 @@ class Host:
         """The placement of the first rank on this host of several."""
         self._num_hosts, deadline = meeting.num_hosts, Deadline(meeting.timeout_seconds)
         self._held = _hold_store(meeting)
-        self._store = dist.PrefixStore("lockstep", _connect(meeting, deadline))
+        # Of the others, the client has no threads.
+        self._store = dist.PrefixStore("lockstep", self._held or _connect(meeting, deadline))
         try:
             self._number = self._take_number(meeting)
             self._store.set(f"name/{self._number}", socket.gethostname())
@@ -136,6 +157,7 @@ class Host:
                     f"{meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
+                    f"{_own_addresses()}"
                 )
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
@@ -155,54 +177,83 @@ def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
     if meeting.host not in (0, None):
         return None
     where = (meeting.address, meeting.port)
+    find = partial(socket.getaddrinfo, *where, type=socket.SOCK_STREAM)
     try:
-        family, *_, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+        family, *_, address = answered(find, meeting.timeout_seconds)[0]
         try:
             listener = socket.create_server(address, family=family, backlog=_BACKLOG)
         except OSError as error:
             if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
                 raise
             # The others may know this host by an address that only a router has.
-            listener = socket.create_server(("", meeting.port), backlog=_BACKLOG)
-    except OSError as error:
+            listener = socket.create_server(("", meeting.port), family=family, backlog=_BACKLOG)
+        return _open_store(listener)
+    except (OSError, RuntimeError) as error:
         if meeting.host is None:  # it is another host's, or another launcher's of this one
             return None
         raise LaunchError(
             f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: "
-            f"{error.strerror}. Give a name or an address of this host and a port that is free."
+            f"{_reason(error)}. Give a name or an address of this host and a port that is free."
+            f"{_own_addresses()}"
         ) from error
-    return _open_store(listener, meeting.address)
 
 
-def _open_store(listener: socket.socket, address: str = "127.0.0.1") -> dist.TCPStore:
-    """A store, which has threads, at this address alone; by itself it binds all interfaces."""
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)
+
+
+def _own_addresses() -> str:
+    """A sentence, for whom an address was mistyped."""
+    own = ", ".join(f"{address} ({name})" for address, name in addresses().items())
+    return f" The addresses of this host, {socket.gethostname()}, are {own or 'none'}."
+
+
+def _open_store(listener: socket.socket) -> dist.TCPStore:
+    """A store, which has threads, at this address alone; by itself it binds all interfaces.
+
+    Raises:
+        OSError: If this host can't reach itself there.
+        RuntimeError: If the store can't be opened.
+    """
+    address, port, *_ = listener.getsockname()
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    try:
+        # The store's own attempts handle no signal, and warn of each that fails.
+        socket.create_connection((address, port), timeout=_OWN_SECONDS).close()
+    except OSError as error:
+        listener.close()
+        raise ConnectionError(
+            f"this host doesn't reach itself at {address}: {error} ('ip link set lo up' may help)"
+        ) from error
+    opened = partial(dist.TCPStore, address, port, is_master=True, timeout=_STORE_TIMEOUT)
+    descriptor = listener.detach()
+    opening = partial(opened, wait_for_workers=False, master_listen_fd=descriptor)
+    return answered(opening, 2 * _CONNECT_SECONDS)
 
 
 def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
-    """Connect to the store, which may not be there yet. Its client has no threads."""
+    """Connect to the store, which may not be there yet."""
     where, timeout = (meeting.address, meeting.port), timedelta(seconds=_CONNECT_SECONDS)
+
+    def connect() -> dist.TCPStore:
+        # The store's own attempts warn of each that fails.
+        socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
+        return dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
+
     while True:
         try:
-            # The store's own attempts warn of each that fails, and handle no signal.
-            socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
-            store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
+            # In another thread, so that signals are handled, also while a name is looked up.
+            store = answered(connect, min(3 * _CONNECT_SECONDS, deadline.left() + 1))
         except (OSError, RuntimeError) as error:
             if not deadline.left():
                 raise LaunchError(
                     f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "
                     f"does within {meeting.timeout_seconds} seconds: {first_line(error)}. Is "
                     "'lockstep run' given on the first host too, is the name right, and does no "
-                    "firewall keep the port shut?"
+                    f"firewall keep the port shut?{_own_addresses()}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         else:
             store.set_timeout(_STORE_TIMEOUT)
+            end_on_silence(meeting.port)
             return store

@@ -48,7 +48,8 @@ class Meeting(NamedTuple):
     @property
     def endpoint(self) -> str:
         """As it is given on the command line."""
-        return f"{self.address}:{self.port}"
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{address}:{self.port}"
 
 
 class Job(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lockstep.errors import LaunchError
 from lockstep.status import stat_fields
 
 # Name of an environment variable that every process of a run inherits. If the supervisor was
@@ -186,6 +187,22 @@ def _running_processes() -> Iterator[tuple[int, int, int]]:
             state, parent, group, *_ = stat_fields(pid := int(directory.name))
             if state not in ("Z", "X") and pid != os.getpid():
                 yield pid, int(parent), int(group)
+
+
+def check_descriptors(number: int) -> None:
+    """Raise LaunchError unless so many more can be opened: torch would try for a minute."""
+    opened: list[int] = []
+    try:
+        while len(opened) < number:
+            opened.append(os.dup(0))
+    except OSError as error:
+        raise LaunchError(
+            f"The launcher can't open the files that it needs: {error.strerror}. Nothing was "
+            "begun. Ask for fewer ranks, or raise the limit on open files (ulimit -n)."
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 class Guardian:

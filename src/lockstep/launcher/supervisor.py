@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # it imports torch
 
 _READ_BYTES = 1 << 16
 _MOST_DRAINS = 100  # each empties a pipe
+# Of the store, the signals' pipe and the selector, and some to look at processes.
+_NUM_DESCRIPTORS = 24
 _LAST_WORDS_BYTES = 8192
 
 
@@ -91,13 +93,17 @@ def _start(job: Job) -> int:
     guardian = processes.Guardian([rank.pid for rank in ranks])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
+        processes.check_descriptors(
+            _NUM_DESCRIPTORS + (len(ranks) if job.log_dir is not None else 0)
+        )
         host = Host(job)
         live = Live(status, host.world_size) if is_live else None
         watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
-        watch.run(start)
     except LaunchError:
         _kill_ranks(ranks)
         raise
+    else:
+        watch.run(start)
     finally:
         guardian.dismiss()
     return _conclude(job, host.settle(watch.outcome(), watch.signals.is_pending))
@@ -131,6 +137,7 @@ class RankProcess:
     asked: bool = False  # whether the launcher asked it to end before it failed
     is_through: bool = False  # whether it reported the end of its program, before exit handlers
     failure: Failure | None = None  # by its own report or else by its exit
+    suspect: Failure | None = None  # to blame if others have lost it: see Failure.by_itself
     result: bytes | None = None  # of its function, pickled
     _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""
@@ -166,7 +173,11 @@ class RankProcess:
         """The rank's failure, with the end of its stderr; None if it was asked to end."""
         if self.failure is None or self.asked:
             return None
-        return replace(self.failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
+        return self.with_last_words(self.failure)
+
+    def with_last_words(self, failure: Failure) -> Failure:
+        """``failure`` of this rank, with the end of its stderr."""
+        return replace(failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
 
     def has_ended_well(self) -> bool:
         """Whether its program has come to its end, and not because it was asked to."""
@@ -199,7 +210,9 @@ class RankProcess:
         if code < 0:
             self.failure = Failure(self.rank, at_seconds, 128 - code, signal=-code)
         elif code or (self.wants_result and self.result is None):
-            self.failure = Failure(self.rank, at_seconds, code or 1, without_result=not code)
+            self.failure = Failure(self.rank, at_seconds, code or 1, by_itself=not code)
+        elif not self.is_through and not self.asked:
+            self.suspect = Failure(self.rank, at_seconds, 1, by_itself=True)
 
     def read_report(self) -> bool:
         """Read the reports that the rank and its forks have sent; tell whether no more can come."""
@@ -319,20 +332,28 @@ class _Watch:
             self._end_all()
 
     def outcome(self) -> Outcome:
-        if failures := self._failures():
-            return failure_outcome(
-                failures,
-                self._host.world_size,
-                ended_well=[rank.rank for rank in self._ranks if rank.has_ended_well()],
-                full_traceback=self._job.full_traceback,
-            )
+        failures = self._failures()
+        suspects = [rank.with_last_words(rank.suspect) for rank in self._ranks if rank.suspect]
+        if failures and all(failure.lost_a_peer for failure in failures):
+            failures += suspects
+        if failures:
+            return self._outcome_of(failures)
         number = self._interrupted_by
         if self._peer_failed or number is None:  # the peer's host tells of it
-            return Outcome(0, tuple(r.result for r in self._ranks if r.result is not None))
+            results = tuple(r.result for r in self._ranks if r.result is not None)
+            return Outcome(0, results, suspect=self._outcome_of(suspects) if suspects else None)
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
             return Outcome(128 + number, at_seconds=self._interrupted_at)
         message = f"ended by {signal_name(number)}; no rank is left running."
         return Outcome(128 + number, message=message, at_seconds=self._interrupted_at)
+
+    def _outcome_of(self, failures: list[Failure]) -> Outcome:
+        return failure_outcome(
+            failures,
+            self._host.world_size,
+            ended_well=[rank.rank for rank in self._ranks if rank.has_ended_well()],
+            full_traceback=self._job.full_traceback,
+        )
 
     def _failures(self) -> list[Failure]:
         return [failure for rank in self._ranks if (failure := rank.failure_unless_asked())]

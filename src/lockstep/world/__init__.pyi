@@ -10,7 +10,8 @@ from .environment import rank_environment as rank_environment
 from .facts import Kept as Kept
 from .facts import Sample as Sample
 from .facts import samples_of as samples_of
-from .rendezvous import end_on_silence as end_on_silence
+from .network import addresses as addresses
+from .network import end_on_silence as end_on_silence
 from .rendezvous import first_line as first_line
 from .world import World as World
 from .world import as_rank as as_rank

@@ -9,11 +9,9 @@ write all of the store, so nothing that is read from it is ever executed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,11 +25,9 @@ from lockstep.comm import STORE_SECONDS, Deadline, NoAnswer, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter
+from lockstep.world.network import end_on_silence
 
 _RETRY_SECONDS = 0.05
-# Longer than networks are out of order that come back, and TCP waits a quarter of an hour.
-_SILENCE_SECONDS = 60
-_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
@@ -200,29 +196,6 @@ def _connect(place: Placement, master: tuple[str, int], timeout: timedelta) -> d
         ) from error
 
 
-def end_on_silence(port: int) -> None:
-    """Have this process's requests to stores at ``port`` fail after a minute without a sign.
-
-    Otherwise, if the network is cut, they wait for as long as TCP tries.
-    """
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has just been closed
-            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
-                    continue
-                if connection.getpeername()[1] != port:
-                    continue
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, number in (
-                    (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 4),
-                    (socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 4),
-                    (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),
-                ):
-                    connection.setsockopt(socket.IPPROTO_TCP, option, number)
-
-
 def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
     """Find the store of rank 0, a file in its memory, among its open files.
 
@@ -321,24 +294,6 @@ def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
     address = (socket.getfqdn(), store.port) if store else None
     host, port = MPI.COMM_WORLD.bcast(address)
     return store or _connect(place, (host, port), timeout)
-
-
-def interface_towards(host: str) -> str | None:
-    """The network interface from which this host reaches ``host``, or None if that is unknown.
-
-    Gloo would listen at the address of this host's own name, which on many a machine is
-    127.0.0.1, where no other host can reach it. Shown by test_two_hosts_of_a_network.
-    """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # of a datagram socket: finds a route, and sends nothing
-        own_address = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if answer[20:24] == own_address:
-                    return name
-    return None
 
 
 def first_line(error: Exception) -> str:

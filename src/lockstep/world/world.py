@@ -23,7 +23,8 @@ from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
 from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
-from lockstep.world.rendezvous import claim, first_line, interface_towards, meet, roll_call
+from lockstep.world.network import interface_towards
+from lockstep.world.rendezvous import claim, first_line, meet, roll_call
 
 _log = logging.getLogger("lockstep")
 
