@@ -316,6 +316,20 @@ def with_data_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
     assert torch.equal(model.conv1.bias, model.fc2.bias)
 
 
+def with_a_norm_of_a_weight_added(model: nn.Module, shard: Any, rank: int) -> list[float]:
+    """The optimizer keeps the weight that was there before, as in one process."""
+    optimizer = shard(adamw(model.parameters()))
+    train(model, optimizer, rank)
+    old = model.fc1.weight
+    torch.nn.utils.parametrizations.weight_norm(model.fc1)
+    train(model, optimizer, rank, first=3)
+    model.fc2.bias = nn.Parameter(model.fc2.bias)
+    assert not isinstance(model.fc2.weight.detach(), nn.Parameter)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    train(model, optimizer, rank, first=6)
+    return [old.sum().item()]
+
+
 class Two(nn.Module):
     """Two parameters of one shape."""
 
@@ -394,6 +408,7 @@ PROGRAMS = [
     in_channels_last,
     of_two_dtypes,
     with_data_tied_later,
+    with_a_norm_of_a_weight_added,
     in_a_trainers_wrapper,
 ]
 

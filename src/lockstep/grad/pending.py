@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from torch import nn
 from lockstep.comm import uncompiled
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.memory import gradient_of, set_gradient
+
+# It refuses what isn't a plain parameter, unless its detach() returns one of the same class.
+_MAKE_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class DeferredParameter(nn.Parameter):
@@ -41,6 +45,13 @@ class DeferredParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def detach(self) -> torch.Tensor:
+        """Return a plain tensor; and to ``nn.Parameter(self)`` a parameter, as it needs."""
+        plain = super().detach()
+        if torch.compiler.is_compiling() or sys._getframe(1).f_code is not _MAKE_PARAMETER:
+            return plain
+        return plain.as_subclass(type(self))
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """As that of a plain parameter."""

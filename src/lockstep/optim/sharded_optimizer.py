@@ -50,8 +50,7 @@ def shard_optimizer(
     that update them. Each rank sums only the gradients that it needs; the others are summed when
     the program reads ``parameter.grad``, which is the mean over the ranks as before, and may be
     changed. For that, parameters become instances of a subclass of ``nn.Parameter``; copies and
-    unpickled ones are plain parameters, and ``nn.Parameter(parameter)``, which torch refuses, is
-    ``nn.Parameter(parameter.detach())``. :func:`lockstep.clip_grad_norm_` clips gradients without
+    unpickled ones are plain parameters. :func:`lockstep.clip_grad_norm_` clips gradients without
     summing all of them on each rank, and the optimizer's ``zero_grad()`` drops them unread, while
     the model's reads them first. ``torch.compile`` with ``fullgraph=True`` can't read them.
     On other process groups, ranks send each other the parameters they have updated; but hosts with
@@ -114,9 +113,9 @@ def shard_optimizer(
             than element-wise optimizers, only parameters are sent that way. It has a price:
 
             - A function of torch that is called with a parameter waits for its update. What doesn't
-              get the parameter by such a call reads the value of before: ``parameter.data`` and
-              state dicts that were kept over the step, C++ extensions, transforms of
-              ``torch.func``, TorchScript, CUDA graphs, and constructors such as
+              get the parameter by such a call reads the value of before: views of it,
+              ``parameter.data`` and state dicts that were kept over the step, C++ extensions,
+              transforms of ``torch.func``, TorchScript, CUDA graphs, and constructors such as
               ``torch.tensor(parameter)``. Call ``parameter.data_ptr()`` before.
             - To read ``parameter.grad`` between backward and step is a collective, and so is to
               enter :func:`no_sync` before gradients are dropped: every rank has to. So use the
