@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import importlib.util
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch import nn
 import lockstep
 from tests.clients.forks import Forks
 from tests.clients.test_transformers import Tokens, gpt2
+from tests.clients.torchvision import stand_in_for_torchvision
 from tests.clients.toy import (
     PARALLEL,
     Kind,
@@ -186,38 +183,9 @@ def learn_graphs(kind: Kind) -> Any:
     return parameters_of(net)
 
 
-class _StandIn(types.ModuleType):
-    """A module of torchvision, for whom there is none for this torch: classes that do nothing."""
-
-    __path__: list[str] = []  # noqa: RUF012 - as a package has it
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = type(name, (nn.Module,), {})
-        setattr(self, name, value)
-        return value
-
-
 def learn_images(kind: Kind) -> Any:
     """timm's vision transformer, its average of the weights, and its way to unwrap a model."""
-    if importlib.util.find_spec("torchvision") is None:
-        for name in (
-            "torchvision",
-            "torchvision.datasets",
-            "torchvision.ops",
-            "torchvision.ops.misc",
-            "torchvision.transforms",
-            "torchvision.transforms.functional",
-            "torchvision.utils",
-        ):
-            sys.modules[name] = _StandIn(name)
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], child, sys.modules[name])
-        modes = "NEAREST BILINEAR BICUBIC BOX HAMMING LANCZOS"
-        functional = sys.modules["torchvision.transforms.functional"]
-        functional.InterpolationMode = enum.Enum("InterpolationMode", modes)
+    stand_in_for_torchvision()
     import timm
     from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3, distribute_bn, unwrap_model
