@@ -58,12 +58,14 @@ class Verdict(NamedTuple):
         reason: Why it isn't divided, as a clause.
         may_draw: Whether a step may draw random numbers.
         updates_all: Whether a step may update a parameter that has no gradient.
+        drops_gradients: Whether each step sets all gradients to None.
     """
 
     outcome: Outcome
     reason: str = ""
     may_draw: bool = False
     updates_all: bool = False
+    drops_gradients: bool = False
 
 
 class _Told(Exception):
@@ -154,7 +156,11 @@ def _try(
         try:
             trial = _Trial(optimizer, groups_by_rank, dtype, leaves_out=leaves_out)
             trial.run(num_steps)
-            return Verdict(Outcome.DIVIDE, updates_all=trial.updates_all)
+            return Verdict(
+                Outcome.DIVIDE,
+                updates_all=trial.updates_all,
+                drops_gradients=bool(trial.drops_gradients),
+            )
         except _Refused as found:
             return Verdict(Outcome.REFUSE, str(found))
         except _Told as found:
@@ -219,6 +225,7 @@ class _Trial:
 
     Attributes:
         updates_all: Whether a step has changed a stand-in without gradient.
+        drops_gradients: Whether steps have set all gradients to None; None before the first.
     """
 
     def __init__(
@@ -235,6 +242,7 @@ class _Trial:
         self._num_steps, self._takes_closure = 0, False
         self._differs = ""  # what parts have noted otherwise
         self._has_moved = self._has_drawn = self.updates_all = False
+        self.drops_gradients: bool | None = None
         try:
             self._whole, self._again = _Part(self._make()), _Part(self._make())
             self._parts: list[_Part] = []
@@ -308,8 +316,8 @@ class _Trial:
         gradients, before = self._gradients(), self._whole.values()
         records = self._whole.records()
         self._step_whole(gradients)
-        if self._in_parts and self._has_dropped(gradients):
-            raise _Told("it drops gradients, and a rank would drop those of its part alone")
+        if self._in_parts:
+            self._look_at_gradients(gradients)
         for old, p, gradient in zip(before, self._whole.stand_ins, gradients, strict=True):
             if not have_same_bits(old, p):
                 self._has_moved = True
@@ -360,12 +368,17 @@ class _Trial:
             self._has_drawn = True
             raise _Told("it draws random numbers")
 
-    def _has_dropped(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a step of the whole has set the ``gradients`` to None or to zeros."""
+    def _look_at_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note whether the whole's step drops gradients; raise if it drops some, or clears them."""
         given = [gradient is not None for gradient in gradients]
-        found = [p.grad for p in compress(self._whole.stand_ins, given)]
-        was_any = any(gradient is not None and gradient.any() for gradient in gradients)
-        return was_any and not any(gradient is not None and gradient.any() for gradient in found)
+        if not any(gradient is not None and gradient.any() for gradient in gradients):
+            return
+        left = [p.grad for p in compress(self._whole.stand_ins, given)]
+        drops = all(gradient is None for gradient in left)
+        are_cleared = not drops and not any(g is not None and g.any() for g in left)
+        if are_cleared or self.drops_gradients not in (None, drops):
+            raise _Told("it drops gradients, and a rank would drop those of its part alone")
+        self.drops_gradients = drops
 
     def _call(self, name: str) -> None:
         """Call a method of the whole and of the parts."""

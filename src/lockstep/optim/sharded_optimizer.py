@@ -185,6 +185,7 @@ def shard_optimizer(
             master_dtype=master_dtype,
             overlaps=overlap,
             updates_all=verdict.updates_all,
+            drops_gradients=verdict.drops_gradients,
         )
         return given
     if master_dtype is not None:

@@ -62,7 +62,8 @@ class Sharding:
     With ``is_joinable``, the optimizer is in torch's Join context itself, which lets ranks without
     data take its steps. With ``overlaps``, ranks that can't read each other's memory send gradients
     to their owners alone while the backward runs, and parameters while the program goes on. With
-    ``updates_all``, steps change parameters without gradient too.
+    ``updates_all``, steps change parameters without gradient too; with ``drops_gradients``, they
+    set all gradients to None.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Sharding:
         master_dtype: torch.dtype | None = None,
         overlaps: bool = False,
         updates_all: bool = False,
+        drops_gradients: bool = False,
     ) -> None:
         self._optimizer, self._is_joinable = optimizer, is_joinable
-        self._updates_all = updates_all
+        self._updates_all, self._drops_gradients = updates_all, drops_gradients
         self._options = Options(groups_of, master_dtype, overlaps)
         # Not the code that torch.compile() made of it, which takes no list of another class.
         own_step: Any = optimizer.step
@@ -96,7 +98,7 @@ class Sharding:
             divide_base_step(optimizer, known, self._step_of_base)
         else:
             before = optimizer.register_step_pre_hook(self._before_step)
-            self._own_hooks = before, optimizer.register_step_post_hook(self._end_step)
+            self._own_hooks = before, optimizer.register_step_post_hook(self._after_step)
 
         @wraps(self._own_step)  # which a learning rate scheduler may have marked
         def step(_: Optimizer, *args: Any, **options: Any) -> Any:
@@ -295,7 +297,12 @@ class Sharding:
                 parts[shard.group].summed.append(shard.tensor)
         return shards
 
-    def _end_step(self, *_: object) -> None:
+    def _after_step(self, *_: object) -> None:
+        self._end_step()
+        if self._drops_gradients and not self._depth:
+            self.zero_grad()
+
+    def _end_step(self) -> None:
         self._depth -= 1
         if self._depth:
             return

@@ -105,6 +105,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
                 lambda ps: [group] * len(ps),
                 is_joinable=True,
                 updates_all=verdict.updates_all,
+                drops_gradients=verdict.drops_gradients,
             )
             self.state = self.optim.state
         elif verdict.may_draw:
