@@ -62,6 +62,31 @@ def test_a_parameter_of_one_rank_alone_lets_all_ranks_skip(sharded: bool, how: s
     assert first == second
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_in_join_skip_the_same_steps(sharded: bool) -> None:
+    def body(world: lockstep.World) -> list[Any]:
+        model = lockstep.parallelize(net().float())
+        own = nn.Parameter(torch.tensor(1.0))
+        optimizer = SGD([*model.parameters(), *[own] * (world.rank == 1)], 0.1)
+        optimizer = lockstep.shard_optimizer(optimizer) if sharded else optimizer
+        amp, scales = scaler(), []
+        with lockstep.join(model):
+            for step in range(4 if world.rank else 6):
+                optimizer.zero_grad()
+                loss = model(parts(2)[world.rank].float()).square().mean()
+                if world.rank:
+                    loss = loss + own * (float("inf") if step == OVERFLOWS else 1.0)
+                amp.scale(loss).backward()
+                amp.step(optimizer)
+                amp.update()
+                scales.append(amp.get_scale())
+        assert scales[:4] == [scale for scale, _ in EXPECTED[:4]]
+        return values(model)
+
+    first, second = lockstep.launch(body, nprocs=2, ranks="threads")
+    assert first == second
+
+
 def test_a_rank_without_any_gradient_takes_part() -> None:
     def body(world: lockstep.World) -> tuple[Any, float]:
         model, amp = lockstep.parallelize(net().float()), scaler()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import ContradictoryInit
+from lockstep.errors import ContradictoryInit, RendezvousFailed
 from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world.rendezvous import _process, claim, meet
 from tests.launcher.bench import free_port
@@ -48,9 +48,9 @@ def test_a_second_process_of_a_rank_is_refused(
         rf"first, and process {os.getpid()} on {HERE}"
     )
     with pytest.raises(ContradictoryInit, match=said):
-        claim(store, FIRST)
+        claim(store, FIRST, SOON)
     assert store.get(KEY).decode() == of_another
-    claim(store, Placement(Starter.TORCHRUN, 1, 2, 1, 2))
+    claim(store, Placement(Starter.TORCHRUN, 1, 2, 1, 2), SOON)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_second_process_of_a_rank_is_refused(
 def test_a_rank_that_comes_again_is_welcome(before: str) -> None:
     store = dist.HashStore()
     store.set(KEY, before)
-    claim(store, FIRST)
+    claim(store, FIRST, SOON)
     assert store.get(KEY).decode() == f"{HERE}/{_process(os.getpid())}"
 
 
@@ -73,8 +73,8 @@ def test_a_process_of_another_host_has_the_rank_unless_a_launcher_holds_the_stor
     store = dist.HashStore()
     store.set(KEY, "elsewhere/12-1")
     with pytest.raises(ContradictoryInit, match="process 12 on elsewhere, which came first, and"):
-        claim(store, FIRST)
-    claim(store, replace(FIRST, agent_hosts_store=True))  # ranks may move at a restart
+        claim(store, FIRST, SOON)
+    claim(store, replace(FIRST, agent_hosts_store=True), SOON)  # ranks may move at a restart
     assert store.get(KEY).decode().startswith(f"{HERE}/{os.getpid()}-")
 
 
@@ -109,3 +109,12 @@ def test_a_second_rank_0_does_not_blame_the_port(monkeypatch: pytest.MonkeyPatch
     held.clear()
     for file in rendezvous._open_files.values():
         os.close(file)
+
+
+def test_a_store_that_is_gone_fails_the_rendezvous() -> None:
+    class Gone(dist.HashStore):
+        def compare_set(self, *_: object) -> bytes:
+            raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    with pytest.raises(RendezvousFailed, match="rank 0 lost the store where the ranks meet: fail"):
+        claim(Gone(), FIRST, SOON)

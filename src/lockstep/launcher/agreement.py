@@ -54,7 +54,7 @@ class Agreement:
         self._patience_seconds = patience_seconds
         self._hosts = range(len(names))
         self._interruption: tuple[int, float] | None = None  # the signal, and when it came
-        self._is_noticed = False
+        self._is_noticed, self._lock = False, threading.Lock()
         self._is_over = threading.Event()
         self._is_store_gone = False
         self._num_rounds = 0  # of talk that the store has answered
@@ -110,9 +110,10 @@ class Agreement:
         return [h for h, s in silent if s > patience_seconds and h != self._number]
 
     def _notify(self, number: int) -> None:
-        if not self._is_noticed:
-            self._is_noticed = True
-            os.write(self._notifier, bytes([number]))
+        with self._lock:
+            if not self._is_noticed:
+                self._is_noticed = True
+                os.write(self._notifier, bytes([number]))
 
     def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
         """The outcome of the run: the first failure on any host that no other one explains.
@@ -207,7 +208,7 @@ class Agreement:
         Hosts that live may run for days.
         """
         done = {host: f"done/{host}" for host in self._hosts}
-        deadline = Deadline(math.inf)
+        deadline, lost = Deadline(math.inf), list[int]()
         while not self._store.check([*done.values()]) and not interrupted() and deadline.left():
             if deadline.left() == math.inf and self._store.check(["failed"]):
                 deadline = Deadline(_SETTLE_SECONDS)
@@ -218,7 +219,8 @@ class Agreement:
             if lost and (not has_failed or self._store.check([done[host] for host in left])):
                 return lost
             time.sleep(_POLL_SECONDS)
-        return []
+        # Of several that fail, one may be done later than this.
+        return [] if deadline.left() else lost
 
     def _loss_of(self, host: int) -> Outcome:
         seconds = self._silent_seconds[host]

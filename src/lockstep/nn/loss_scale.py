@@ -3,7 +3,7 @@
 A scaler skips the step of an optimizer with a gradient that isn't finite, and lowers its scale.
 Gradients that lockstep reduces are the same on all ranks. But an optimizer may have others, such as
 those of a parameter that one rank alone has, which no other rank knows of. So where a scaler looks
-for such gradients, ranks tell each other what they have found, in an all-reduce of four numbers.
+for such gradients, ranks tell each other what they have found, in four numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep.comm import device_of_facts, join_state_of, start_all_reduce, uncompiled
+from lockstep.comm import device_of_facts, gather_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import engines_with, finish_failed
 from lockstep.nn.global_hooks import note_step, receive_gradients
@@ -40,13 +40,8 @@ def _unscale_together(
     scaler: GradScaler, optimizer: Optimizer, *args: Any, **options: Any
 ) -> _Found:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Without synchronisation each rank takes steps of its own. In join(), ranks without data don't
-    # come here.
-    engines = [
-        engine
-        for engine in engines_with(parameters)
-        if engine.is_syncing and join_state_of(engine.process_group) is None
-    ]
+    # Without synchronisation each rank takes steps of its own.
+    engines = [engine for engine in engines_with(parameters) if engine.is_syncing]
     receive_gradients(optimizer, engines)
     found: _Found = _unscale(scaler, optimizer, *args, **options)
     for group in dict.fromkeys(engine.process_group for engine in engines):
@@ -62,13 +57,17 @@ def _agree(
     """Make what was ``found`` that of all ranks, and return whether the step is to be skipped."""
     scale: torch.Tensor = scaler._scale  # type: ignore[assignment]
     flags = [flag.to(scale) for flag in found.values()]
-    is_any, is_found = scale.new_tensor(bool(flags)), sum(flags, torch.zeros_like(scale))
-    told = torch.stack([is_any, is_found, scale, -scale]).to(device_of_facts(group))
-    start_all_reduce(group, told, dist.ReduceOp.MAX).wait()
-    is_any_told, most_found, most, minus_least = told.tolist()
-    if most != -minus_least:
+    is_here, is_any = torch.ones_like(scale), scale.new_tensor(bool(flags))
+    own = torch.stack([is_here, is_any, sum(flags, torch.zeros_like(scale)), scale])
+    told = gather_in_step(group, own.to(device_of_facts(group), torch.float64))
+    # In join(), those that have no more data tell zeros.
+    there = [each for is_here, *each in torch.stack(told).tolist() if is_here]
+    (any_by_rank, found_by_rank, scales) = zip(*there, strict=True)
+    is_any_told, most_found = any(any_by_rank), max(found_by_rank)
+    if len({*scales}) > 1:
         raise ModelError(
-            f"The scale of this {type(scaler).__name__} is {-minus_least} on one rank and {most} "
+            f"The scale of this {type(scaler).__name__} is {min(scales)} on one rank and "
+            f"{max(scales)} "
             f"on another, so that the gradients of this {type(optimizer).__name__} are means of "
             "losses that were scaled differently. Load and set it alike on all ranks. If it is the "
             "scaler of another optimizer too, whose parameters no parallel model has, give that "

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.comm import STORE_SECONDS, Deadline, NoAnswer, answered
+from lockstep.comm import STORE_SECONDS, Deadline, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter
@@ -68,23 +68,29 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
     )
 
 
-def claim(store: dist.Store, place: Placement) -> None:
+def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
     """Be this rank in ``store``, where processes meet, and let no other process be it.
 
     Raises:
         ContradictoryInit: If a process is this rank already.
     """
     key, own = _claim_of(place.rank), f"{socket.gethostname()}/{_process(os.getpid())}"
+
+    def claimed() -> str:
+        other = store.compare_set(key, "", own).decode()
+        if not (is_another := _is_another(other, place)):
+            # In place of a process that has ended: the run was restarted.
+            store.set(key, own)
+        return other if is_another else ""
+
     try:
-        other = answered(lambda: store.compare_set(key, "", own).decode(), STORE_SECONDS)
-        if _is_another(other, place):
-            raise _twice(other, place)
-        # In place of a process that has ended: the run was restarted.
-        answered(lambda: store.set(key, own), STORE_SECONDS)
-    except NoAnswer as error:
+        other = answered(claimed, timeout.total_seconds() + STORE_SECONDS)
+    except RuntimeError as error:
         raise RendezvousFailed(
-            f"rank {place.rank} lost the store where the ranks meet: {error}."
+            f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
         ) from error
+    if other:
+        raise _twice(other, place)
 
 
 def _claim_of(rank: int) -> str:

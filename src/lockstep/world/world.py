@@ -296,7 +296,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     store = meet(place, wanted.timeout)
-    claim(store, place)
+    claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
     hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
