@@ -48,9 +48,9 @@ _READ = {
     ("dadaptation", "DAdaptAdam"): r"group\['d'\]",
     ("dadaptation", "DAdaptSGD"): r"group\['g0_norm'\]",
     ("schedulefree", "SGDScheduleFreeClosure"): "its closure several times",
-    ("heavyball", "AdamW"): "it drops gradients",
+    ("heavyball", "Muon"): "draws random numbers",
     ("heavyball", "PSGDKron"): "draws random numbers",
-    ("heavyball", "SFAdamW"): "it drops gradients",
+    ("heavyball", "SFAdamW"): r"group\['weight_sum'\]",
     ("prodigy-plus-schedule-free", "ProdigyPlusScheduleFree"): r"group\['d'\]",
 }
 # Those that aren't trained here, and why.
