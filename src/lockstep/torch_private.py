@@ -98,6 +98,7 @@ _set_thread_isolation_mode = torch._C._distributed_c10d._set_thread_isolation_mo
 # Attributes of torch's modules and objects that are read, written, called or overridden.
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.distributed_c10d": {
+        "_rank_not_in_group": "each collective asks it first: so one can be refused in a trial",
         "_world": "the record of groups, which is replaced while ranks are threads",
     },
     "torch.Tensor": {

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lockstep.optim.differences import difference, have_same_bits
 from lockstep.optim.generators import Generators
 from lockstep.optim.methods import methods_with_state, names_used
+from lockstep.optim.no_collectives import collectives_refused
 from lockstep.optim.records import kept, records_of
 from lockstep.optim.stand_ins import Copy, choose
 from lockstep.tree import Collector
@@ -97,17 +98,29 @@ def probe(
     """
     trial = partial(_try, optimizer, groups_by_rank if in_parts else None)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
-    with _undisturbed(optimizer):
-        fine = Verdict(Outcome.UNDIVIDED)
-        if dtypes != {torch.float64}:
-            fine = trial(torch.float64, _NUM_STEPS)
-        if fine.outcome is Outcome.REFUSE:
-            return fine
-        num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
-        own = trial(None, num_steps)
-        if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
-            return fine._replace(may_draw=own.may_draw)
-        return own._replace(updates_all=own.updates_all or fine.updates_all)
+    try:
+        with _undisturbed(optimizer), collectives_refused() as called:
+            found = _try_twice(trial, is_fine=dtypes == {torch.float64})
+    except Exception as error:  # the other ranks wait for a verdict
+        return Verdict(Outcome.UNDIVIDED, f"it can't be tried ({_told(error)})", may_draw=True)
+    if called:
+        reason = f"its steps call {called[0]}(), in which ranks meet"
+        return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
+    return found
+
+
+def _try_twice(trial: Callable[[torch.dtype | None, int], Verdict], *, is_fine: bool) -> Verdict:
+    """Try it in float64, and in its own dtype, which ``is_fine`` if it is float64 already."""
+    fine = Verdict(Outcome.UNDIVIDED)
+    if not is_fine:
+        fine = trial(torch.float64, _NUM_STEPS)
+    if fine.outcome is Outcome.REFUSE:
+        return fine
+    num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
+    own = trial(None, num_steps)
+    if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
+        return fine._replace(may_draw=own.may_draw)
+    return own._replace(updates_all=own.updates_all or fine.updates_all)
 
 
 @contextmanager
@@ -314,7 +327,8 @@ class _Trial:
 
     def _step(self) -> None:
         gradients, before = self._gradients(), self._whole.values()
-        records = self._whole.records()
+        compares = 0 < self._num_steps < _NUM_REPEATED
+        records = self._whole.records() if compares else {}
         self._step_whole(gradients)
         if self._in_parts:
             self._look_at_gradients(gradients)
@@ -328,7 +342,7 @@ class _Trial:
                 raise _Refused("two equal copies of it take different steps, and so would ranks")
         for part in self._tried():
             self._act(part, partial(part.step, gradients, self._closure_of(part)))
-        if 1 < self._num_steps <= _NUM_REPEATED:
+        if compares:
             self._differs = self._differs or self._differing_record(records)
 
     def _tried(self) -> list[_Part]:

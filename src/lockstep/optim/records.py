@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from itertools import takewhile
 from types import FunctionType
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of
-from lockstep.optim.methods import code_names
+from lockstep.optim.methods import globals_used
 
 _Container = list[Any] | dict[Any, Any] | set[Any] | deque[Any]
+# No container with more entries is kept: such as are filled in steps have few before the first.
+_NUM_KEPT = 4096
 
 
 def records_of(optimizer: Optimizer, stand_ins: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -39,20 +42,28 @@ def records_of(optimizer: Optimizer, stand_ins: Sequence[torch.Tensor]) -> dict[
     return found
 
 
-def _record(value: Any, places: Mapping[int, int]) -> Any:
-    """Return ``value`` as something that equals that of an equal copy; None if it isn't known."""
+def _record(value: Any, places: Mapping[int, int], outer: Set[int] = frozenset()) -> Any:
+    """Return ``value`` as something that equals that of an equal copy; None if it isn't known.
+
+    It is part of the values with the ids ``outer``.
+    """
     if id(value) in places:
         return "parameter", places[id(value)]
     if isinstance(value, torch.Tensor):
         is_strided = value.layout is torch.strided
         if is_strided and (key := value.untyped_storage()._cdata) in places:
             return "view", places[key], value.storage_offset(), value.stride()
-        values = value.detach().to_dense().cpu().contiguous()
-        return str(value.dtype), [*value.shape], bytes(bytes_of(values))
+        with suppress(RuntimeError):  # it has no values, as on the meta device
+            values = value.detach().to_dense().cpu().contiguous()
+            return str(value.dtype), [*value.shape], blake2b(bytes_of(values)).digest()
+        return None
+    if id(value) in outer:
+        return None
+    inner = {*outer, id(value)}
     if isinstance(value, Mapping):
-        return {_key(k, places): _record(v, places) for k, v in [*value.items()]}
+        return {_key(k, places): _record(v, places, inner) for k, v in [*value.items()]}
     if isinstance(value, list | tuple | deque):
-        return [_record(each, places) for each in value]
+        return [_record(each, places, inner) for each in value]
     if isinstance(value, set | frozenset):
         return {repr(_key(each, places)) for each in value}
     return repr(value) if isinstance(value, str | bytes | int | float | complex) else None
@@ -69,16 +80,17 @@ def kept(kind: type[Optimizer]) -> Iterator[None]:
 
     These are those in attributes of the class, and those that its functions refer to.
     """
-    found: dict[int, _Container] = {}
-    for value in _noted_by(kind):
-        _add_containers(value, found)
+    noted = _small_containers(_noted_by(kind))
+    inner = _small_containers(one for each in noted for one in _parts_of(each))
+    found: dict[int, _Container] = {id(each): each for each in noted + inner}
     before = [(each, each.copy()) for each in found.values()]
     try:
         yield
     finally:
         for each, contents in before:
-            each.clear()
-            (each.update if isinstance(each, dict | set) else each.extend)(contents)
+            if [*map(id, _parts_of(each))] != [*map(id, _parts_of(contents))]:
+                each.clear()
+                (each.update if isinstance(each, dict | set) else each.extend)(contents)
 
 
 def _noted_by(kind: type[Optimizer]) -> Iterator[object]:
@@ -88,17 +100,23 @@ def _noted_by(kind: type[Optimizer]) -> Iterator[object]:
             continue
         yield from vars(each).values()
         for function in filter(inspect.isfunction, map(inspect.unwrap, _functions_of(each))):
-            yield from inspect.getclosurevars(function).nonlocals.values()
-            yield from map(function.__globals__.get, code_names(function))
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    yield cell.cell_contents
+            yield from globals_used(function)
 
 
 def _functions_of(kind: type) -> list[Any]:
     return [value for value in vars(kind).values() if isinstance(value, FunctionType)]
 
 
-def _add_containers(value: object, found: dict[int, _Container]) -> None:
-    """Add ``value`` to ``found``, and those in it, if it is a container."""
-    if isinstance(value, list | dict | set | deque) and id(value) not in found:
-        found[id(value)] = value
-        for each in value.values() if isinstance(value, dict) else value:
-            _add_containers(each, found)
+def _small_containers(values: Iterable[object]) -> list[_Container]:
+    return [
+        value
+        for value in values
+        if isinstance(value, list | dict | set | deque) and len(value) <= _NUM_KEPT
+    ]
+
+
+def _parts_of(value: _Container) -> list[Any]:
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
