@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.errors import ModelError
+from lockstep.errors import CollectiveMismatch, ModelError
+from lockstep.optim import repeats
 from lockstep.optim.sharded_optimizer import sharding_of
 from tests.nn.models import Digits, Unused
 from tests.optim.test_sharded_programs import check_same_bits, losses, train
@@ -285,3 +287,167 @@ def test_machines_whose_last_bits_may_differ_are_not_compared(monkeypatch: Any) 
     capabilities = iter(["AVX2", "AVX512"])
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: next(capabilities))
     run_ranks(2, body)
+
+
+class Elsewhere(Plain):
+    """It keeps momentum in attributes of the parameters, or in an object of its own."""
+
+    is_own = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own: dict[Any, Any] = {}
+        if self.is_own:
+            own = vars(self).setdefault("own", SimpleNamespace(buffers={})).buffers
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                kept = own.setdefault(parameter, {}) if self.is_own else vars(parameter)
+                buffer = kept.setdefault("buffer", torch.zeros_like(parameter))
+                parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=1e-3)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("way", ["loads", "changes", "adds"])
+def test_values_kept_elsewhere_are_not_compared_after_a_loss(
+    way: str, is_own: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Elsewhere, "is_own", is_own)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Elsewhere(model.parameters()))
+        for step in range(14):
+            next(losses(model, rank, 1, step)).backward()
+            if step == 3 and rank and way == "changes":
+                for parameter in model.parameters():
+                    parameter.grad.mul_(2)
+            if step == 3 and way == "adds":
+                model.more = nn.Parameter(torch.ones(3))
+                model.more.grad = torch.ones(3)
+                optimizer.add_param_group({"params": [model.more]})
+            optimizer.step()
+            optimizer.zero_grad()
+            assert step > 2 or all(pair.is_followed for pair in pairs_of(optimizer))
+            if step % 4 == 2 and way == "loads":
+                optimizer.load_state_dict(optimizer.state_dict())
+        for pair in pairs_of(optimizer):
+            is_more = pair.parameter is getattr(model, "more", None)
+            assert pair.is_followed == (is_more and not is_own)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_misses_the_end_of_a_step_is_told_where_the_others_are() -> None:
+    class Failing(Momentum):
+        fails = False
+
+        def update(self, parameter: nn.Parameter, lr: float) -> None:
+            if self.fails:
+                raise ArithmeticError
+            super().update(parameter, lr)
+
+    def body(rank: int, group: dist.ProcessGroup) -> str:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Failing(model.parameters()))
+        train(model, optimizer, rank)
+        optimizer.fails = rank == 1
+        with pytest.raises((CollectiveMismatch, ArithmeticError)) as caught:
+            train(model, optimizer, rank, steps=1)
+        if rank:
+            with pytest.raises(CollectiveMismatch) as caught:
+                train(model, optimizer, rank, steps=1)
+        return str(caught.value)
+
+    assert all("called end of an optimizer's step" in told for told in run_ranks(2, body))
+
+
+class Signed(Plain):
+    """Zeros have a sign that comes from the rank, and numbers none."""
+
+    def __init__(self, parameters: Any, sign: float = 1.0) -> None:
+        super().__init__(parameters)
+        self.sign = sign
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.copy_(0.0 * self.sign if parameter.grad is None else -parameter.grad)
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.fill_(0.0 * self.sign)
+
+
+def test_updates_that_differ_in_the_sign_of_zeros_are_compared_once(monkeypatch: Any) -> None:
+    gathered = []
+    gather = repeats.Repeats._told
+    monkeypatch.setattr(
+        repeats.Repeats, "_told", lambda *args: (gathered.append(1), gather(*args))[1]
+    )
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Signed(model.parameters()))
+        optimizer.sign = 1.0 - 2 * rank
+        for _ in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+
+    run_ranks(2, body)
+    assert len(gathered) == 2  # once on each rank
+
+
+def test_a_difference_is_told_once() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Late(model.parameters()))
+        train(model, optimizer, rank, steps=35)
+        with pytest.raises(ModelError, match="in step 36 "):
+            train(model, optimizer, rank, steps=1)
+        train(model, optimizer, rank)
+
+    run_ranks(2, body)
+
+
+def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch: Any) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Momentum(model.parameters()))
+        seen = []
+        for is_capturing in (False, True, False):
+            dist.barrier(group)
+            monkeypatch.setattr(repeats, "_is_capturing", lambda value=is_capturing: value)
+            train(model, optimizer, rank, steps=1)
+            seen.append({pair.is_followed for pair in pairs_of(optimizer)})
+        assert seen == [{True}, {False}, {True}]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_digests_of_accelerators_find_what_parts(dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(repeats, "_crc", repeats._sum_of_bits)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits().to(dtype), process_group=group)
+        optimizer = lockstep.shard_optimizer(Threshold(model.parameters()))
+        for gradient in (1.0, -1.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+            assert all(pair.is_followed for pair in pairs_of(optimizer))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e8)
+        with pytest.raises(ModelError, match="in step 3 "):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool])
+def test_a_sum_of_bits_shows_each_change(dtype: torch.dtype) -> None:
+    values = torch.ones(5, 3).to(dtype)
+    changed = [values.clone() for _ in range(15)]
+    for place, each in enumerate(changed):
+        each.view(-1)[place] = False if dtype is torch.bool else -1.0
+    digests = [int(repeats._sum_of_bits(each)) for each in [values, *changed]]
+    assert len({*digests}) == 16

@@ -21,6 +21,7 @@ from .any_group import share as share
 from .any_group import start_all_gather_in_place as start_all_gather_in_place
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import start_reduce_scatter as start_reduce_scatter
+from .any_group import sum_at as sum_at
 from .any_group import sum_rows as sum_rows
 from .any_group import waited_seconds as waited_seconds
 from .any_group import zero_buffer as zero_buffer

@@ -112,6 +112,18 @@ def start_all_reduce(
     return Pending(group, "all_reduce", start, tensor.nbytes)
 
 
+def sum_at(group: ProcessGroup, operation: str, tensor: Tensor) -> None:
+    """Sum the ranks' ``tensor``, in place, at an ``operation`` that errors name.
+
+    Every rank must call it; it blocks.
+    """
+    if isinstance(group, SharedMemoryGroup):
+        _wait(group, operation, tensor.nbytes, lambda: group.sum_at(operation, tensor))
+    else:
+        start = partial(group.allreduce, [tensor], dist.AllreduceOptions())  # which sums
+        Pending(group, operation, start, tensor.nbytes).wait()
+
+
 def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Pending:
     """Start summing the ranks' ``memory``, of equal parts, and return at once.
 

@@ -179,11 +179,15 @@ class SharedMemoryGroup(BaseGroup):
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data.copy_(copy)
 
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> Run:
+    def sum_at(self, operation: str, tensor: Tensor) -> None:
+        """Sum the ranks' tensors in place, at an ``operation`` that errors name."""
+        self._queue.run(self._all_reduce(tensor, dist.ReduceOp(dist.ReduceOp.SUM), operation))
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp, operation: str = "all_reduce") -> Run:
         reduction = reduction_for(op, tensor.dtype)
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, reduction.name)
-        signature = Signature("all_reduce", tensor.dtype, tensor.shape, reduction.name)
+        signature = Signature(operation, tensor.dtype, tensor.shape, reduction.name)
 
         def run(deadline: Deadline) -> None:  # as _run() does, for the most frequent operation
             flat = flattened(tensor)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import bytes_of, device_of_facts, global_rank, start_all_reduce
+from lockstep.comm import bytes_of, device_of_facts, global_rank, sum_at
 from lockstep.grad import name_of
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
 from lockstep.optim.divided import DividedState, State
@@ -33,6 +35,15 @@ from lockstep.optim.whole import WholeParameter
 
 # Larger parameters aren't repeated.
 _NUMEL = 16 * 1024
+# Attributes of parameters that are lockstep's own.
+_OWN = {"_arrival", "_deferred"}
+# What an optimizer may have as an option or attribute without keeping values of each parameter.
+_NOT_PER_PARAMETER = (
+    *(type(None), bool, int, float, str, torch.dtype, torch.device),
+    *(FunctionType, MethodType, partial, type),
+)
+# A number of 32 bits; or a tensor with one, on a device whose results nobody is to wait for.
+_Digest = int | torch.Tensor
 
 
 class _Repeated(WholeParameter):
@@ -78,14 +89,20 @@ class _Pair:
         updated: The values to which this rank has updated it.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: WholeParameter | None) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, shard: WholeParameter | None, *, is_first: bool
+    ) -> None:
         self.parameter, self.shard = parameter, shard
-        self.is_followed = False
+        self.is_followed = self._is_retired = False
+        # Whether the owner has taken no step that the other rank hasn't repeated.
+        self._is_first = is_first
         self.updated: torch.Tensor | None = None
-        self._is_unsure = False  # whether this rank's state may not be what the last step has left
-        self._start = self._end = 0
+        # Whether this rank's state may not be what the last step has left.
+        self._is_unsure: bool | torch.Tensor = False
+        self._start: _Digest = 0
+        self._end: _Digest = 0
         # On the owner, a digest of the state that the last step has left.
-        self._state: int | None = None
+        self._state: _Digest | None = None
         # With each loss, the number of steps without it afterwards doubles.
         self._num_losses = self._num_waits = 0
 
@@ -97,23 +114,29 @@ class _Pair:
     def is_due(self) -> bool:
         """Whether the owner is to pass on its state before this step, which it counts."""
         self._num_waits -= 1
-        return not self.is_followed and self._num_waits < 0
+        return not (self.is_followed or self._is_retired) and self._num_waits < 0
+
+    def retire(self) -> None:
+        """Never follow it again."""
+        self.is_followed, self._is_retired = False, True
 
     def lose(self) -> None:
         """Note that the ranks' values, gradients or state may differ."""
-        self.is_followed = False
+        self.is_followed = self._is_first = False
         self._num_waits, self._num_losses = 2**self._num_losses - 1, self._num_losses + 1
 
-    def state_to_pass_on(self, state: DividedState) -> list[Any] | None:
-        """Return the owner's state, encoded; None if it has something that can't be."""
-        with suppress(TypeError):
-            return encoded((self.shard.state_in(state) if self.shard else None) or {})
+    def state_to_pass_on(self, optimizer: Optimizer, state: DividedState) -> list[Any] | None:
+        """Return the owner's state, encoded; None if that can't be all that it keeps."""
+        assert self.shard is not None
+        if self._is_first or not _keeps_more_than_state(optimizer, self.shard.tensor):
+            with suppress(TypeError):
+                return encoded(self.shard.state_in(state) or {})
         return None
 
     def follow(self, state: list[Any] | None) -> None:
         """Go on from the owner's state."""
         if state is None:
-            self.lose()
+            self.retire()
             return
         self.is_followed, self._is_unsure, self._state = True, False, None
         if self.repeated is not None:
@@ -131,9 +154,11 @@ class _Pair:
         if self.repeated is not None:
             self.repeated.begin(state)
             values = self.repeated.values
-        elif self._state is not None and self._state != _digest(self.shard.state_in(state)):
-            self.doubt()  # the program has changed it, which it can on the owner alone
-        self._start = _digest([values, self.shard.tensor.grad])
+        elif self._state is not None:
+            # The program may have changed it, which it can on the owner alone.
+            self._is_unsure |= self._state != _digest(self.shard.state_in(state))
+        tensor = self.shard.tensor
+        self._start = _digest([values, tensor.grad, *_attributes(tensor).values()])
 
     def end(self, state: DividedState) -> None:
         """Note what this rank has updated."""
@@ -146,7 +171,7 @@ class _Pair:
         self.updated = self.shard.tensor.detach()
         self._end = _digest(self.updated)
 
-    def digests(self) -> tuple[int, int, int]:
+    def digests(self) -> tuple[_Digest, _Digest, _Digest]:
         """Return what adds up to zeros over the ranks if both of them have the same."""
         if self.shard is None:
             return 0, 0, 0
@@ -178,8 +203,9 @@ class Repeats:
         self._optimizer = optimizer
         self._pairs: dict[dist.ProcessGroup, list[_Pair]] = {}
         # During a step, what is updated, and the optimizer's state.
-        self._updating: list[_Pair] = []
-        self._state = DividedState("")
+        self._updating: tuple[list[_Pair], DividedState] | None = None
+        # Else parameters are divided anew, and what other steps have left may be on one rank alone.
+        is_first = not isinstance(optimizer.state, DividedState)
         owned = {shard.parameter: shard for shard in shards if isinstance(shard, WholeParameter)}
         together: dict[dist.ProcessGroup, list[FlatParameters]] = defaultdict(list)
         for flat in flats:
@@ -197,41 +223,47 @@ class Repeats:
                     shard = owned.get(parameter)
                     if (flat.group.rank() + 1) % flat.group.size() == flat.whole_owners[index]:
                         shard = _Repeated(flat, index, groups[parameter], master_dtype)
-                    pairs.append(_Pair(parameter, shard))
+                    pairs.append(_Pair(parameter, shard, is_first=is_first))
 
     def begin(self, parts: Sequence[Part], state: DividedState) -> None:
         """Let the optimizer repeat updates, as part of ``parts``.
 
         No rank may have begun to update parameters. Every rank must call it; it may block.
         """
+        if _is_capturing():  # a CUDA graph, whose replays nobody sees; and nothing may be read
+            for pair in self._each():
+                pair.lose()
+            return
         for ranks, pairs in self._pairs.items():
             due = [(index, pair) for index, pair in enumerate(pairs) if pair.is_due()]
             if due:
                 self._pass_on(ranks, due, state)
-        self._state = state
-        self._updating = [pair for pair in self._each() if pair.is_followed]
-        for pair in self._updating:
+        followed = [pair for pair in self._each() if pair.is_followed]
+        self._updating = followed, state
+        for pair in followed:
             pair.begin(state)
             if (repeated := pair.repeated) is not None:
                 parts[repeated.group].summed.append(repeated.tensor)
 
     def end(self) -> None:
         """Note what was updated, and give the parameters back."""
-        for pair in self._updating:
-            pair.end(self._state)
-        self._give_back()
+        if self._updating is not None:
+            updating, state = self._updating
+            for pair in updating:
+                pair.end(state)
+            self._give_back(updating, state)
 
     def break_off(self) -> None:
         """Give the parameters back after a step that has failed, if they aren't yet."""
-        if self._updating:
-            self._give_back()
+        if self._updating is not None:
+            self._give_back(*self._updating)
             self.doubt()
 
-    def _give_back(self) -> None:
-        updating, self._updating = self._updating, []
+    def _give_back(self, updating: Sequence[_Pair], state: DividedState) -> None:
+        self._updating = None
         for pair in updating:
             if pair.repeated is not None:
-                pair.repeated.give_back(self._state)
+                pair.repeated.give_back(state)
 
     def doubt(self) -> None:
         """Don't compare the next step, as this rank's state isn't what the last one has left."""
@@ -248,15 +280,16 @@ class Repeats:
             followed = [pair for pair in pairs if pair.is_followed]
             if not followed:
                 continue
-            digests = [pair.digests() for pair in followed]
-            total = torch.tensor(digests, dtype=torch.int64, device=device_of_facts(ranks))
-            start_all_reduce(ranks, total).wait()
-            differing = []
-            for pair, (num_unsure, start, end) in zip(followed, total.tolist(), strict=True):
+            total = _stacked(chain.from_iterable(pair.digests() for pair in followed))
+            total = total.to(device_of_facts(ranks))
+            sum_at(ranks, "end of an optimizer's step", total)
+            differing, totals = [], total.view(-1, 3).tolist()
+            for pair, (num_unsure, start, end) in zip(followed, totals, strict=True):
                 if num_unsure or start:
                     pair.lose()
                 elif end:
                     differing.append(pair)
+                    pair.retire()  # it is told, or differs in bits that don't count
             if differing:
                 told = told or self._told(ranks, differing)
         return told
@@ -269,7 +302,7 @@ class Repeats:
     ) -> None:
         """Let those who repeat updates go on from the state of the owners."""
         own = {
-            str(index): pair.state_to_pass_on(state)
+            str(index): pair.state_to_pass_on(self._optimizer, state)
             for index, pair in due
             if pair.shard is not None and pair.repeated is None
         }
@@ -318,18 +351,75 @@ def _machine(device: torch.device) -> list[Any]:
     return [str(torch.__version__), capability, torch.get_num_threads(), name]
 
 
-def _digest(value: Any) -> int:
+def _keeps_more_than_state(optimizer: Optimizer, tensor: torch.Tensor) -> bool:
+    """Whether it may keep values of ``tensor`` elsewhere than in its state, as in attributes."""
+    groups = [{**group, "params": None, "param_names": None} for group in optimizer.param_groups]
+    known = ("state", "param_groups", "defaults")
+    own = {k: v for k, v in vars(optimizer).items() if k not in known and not k.endswith("_hooks")}
+    values = chain(own.values(), *(group.values() for group in groups))
+    return bool(_attributes(tensor)) or not all(map(_is_of_none, values))
+
+
+def _is_of_none(value: object) -> bool:
+    """Whether ``value`` surely isn't, and has none, of a single parameter."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    if isinstance(value, tuple):
+        return all(map(_is_of_none, value))
+    if isinstance(value, list | dict | set | deque):
+        return not value
+    return isinstance(value, _NOT_PER_PARAMETER)
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the program or the optimizer has given it."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN}
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _digest(value: Any) -> _Digest:
     """Return a digest of the bits of the tensors, and of other plain values, in ``value``."""
     if isinstance(value, torch.Tensor):
         dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
-        elements = dense.contiguous().cpu()
-        return zlib.crc32(bytes_of(elements))
+        elements = dense.contiguous()
+        return _crc(elements) if elements.device.type == "cpu" else _sum_of_bits(elements)
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | deque):
         is_plain = isinstance(value, int | float | str | bool)
         return zlib.crc32(repr(value).encode()) if is_plain else 0
-    found = 0
+    found: _Digest = 0
     for each in value:
         found = found * 31 + _digest(each) & 0xFFFFFFFF
     return found
+
+
+def _crc(elements: torch.Tensor) -> int:
+    return zlib.crc32(bytes_of(elements))
+
+
+def _sum_of_bits(elements: torch.Tensor) -> torch.Tensor:
+    """Return a digest, on the device, so that nobody waits for the device."""
+    if elements.is_complex():
+        elements = torch.view_as_real(elements)
+    integers = {1: torch.int8, 2: torch.int16}.get(elements.element_size(), torch.int32)
+    bits = elements.flatten().view(integers).to(torch.int64)
+    # Odd numbers, which have inverses: a difference in one element always shows in the sum.
+    places = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device).mul_(2).add_(1)
+    return (bits * (places * 0x9E3779B1)).sum() % 0xFFFFFFFB  # a prime
+
+
+def _stacked(digests: Iterable[_Digest]) -> torch.Tensor:
+    """Return digests in one tensor, on the device of those that are tensors."""
+    each = [*digests]
+    tensors = [digest for digest in each if isinstance(digest, torch.Tensor)]
+    if not tensors:
+        return torch.tensor(each, dtype=torch.int64, device="cpu")
+    like = torch.empty((), dtype=torch.int64, device=tensors[0].device)
+    # Numbers are filled in, as to copy each to the device would wait for it.
+    return torch.stack(
+        [d.to(like) if isinstance(d, torch.Tensor) else torch.full_like(like, d) for d in each]
+    )

@@ -84,7 +84,8 @@ def shard_optimizer(
     each rank updates all parameters and has all of the state. Its steps draw the random numbers
     that rank 0 draws, and then every rank has to take them; in join() they are refused. Where it is
     divided, each rank also updates one or two small parameters of another rank, in memory of its
-    own, and ``step()`` raises a ModelError on every rank if these updates differ.
+    own, and ``step()`` raises a ModelError on every rank of the parameters' process group if these
+    updates differ.
 
     ``optimizer.state`` holds this rank's part of the state: by parameter, or with torch's
     element-wise optimizers by tensors of the optimizer's own. To read other state there raises an

@@ -192,6 +192,7 @@ class Sharding:
             pre.move_to_end(before.id)
             post.move_to_end(after.id, last=False)
         self._depth = 0
+        self._num_steps += 1
         try:
             return self._own_step(*args, **options)
         finally:
@@ -311,7 +312,6 @@ class Sharding:
         self._division.repeats.end()
         self._put_parameters_back()
         self._division.state.set_marked(True)
-        self._num_steps += 1
         try:
             differs = self._division.repeats.compare()
             for flat in reversed(self._division.flats):  # as the next forward needs them
