@@ -451,3 +451,24 @@ def test_a_sum_of_bits_shows_each_change(dtype: torch.dtype) -> None:
         each.view(-1)[place] = False if dtype is torch.bool else -1.0
     digests = [int(repeats._sum_of_bits(each)) for each in [values, *changed]]
     assert len({*digests}) == 16
+
+
+def test_methods_that_are_divided_as_steps_are_not_counted_as_such() -> None:
+    class Averaging(Threshold):
+        def average(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["num_averages"] = 1
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Digits(), process_group=group)
+        optimizer = lockstep.shard_optimizer(Averaging(model.parameters()))
+        train(model, optimizer, rank)
+        optimizer.average()
+        assert "average" in vars(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e8)
+        with pytest.raises(ModelError, match=r"in step 4 "):
+            optimizer.step()
+
+    run_ranks(2, body)
