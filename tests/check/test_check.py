@@ -24,7 +24,7 @@ BODY = programs.BEGIN + programs.usual(
 )
 
 # Whole runs in `make test`; the others are in `make test-long`.
-SOON = {"torch's mean of means", "the loss by the number of micro-batches"}
+SOON = {"the loss by the number of micro-batches"}
 SOON_RIGHT = {"padded batches and a mean over tokens"}
 
 
@@ -90,6 +90,7 @@ def test_nothing_is_found_in_a_right_program(name: str, checked: Callable[..., S
     assert "All parameters and buffers are alike after each of" in said.told
 
 
+@pytest.mark.long
 def test_three_ranks_are_alike_in_float64(checked: Callable[..., Said]) -> None:
     said = checked(BODY, ranks=3, float64=True)
     assert said.code == 0, said

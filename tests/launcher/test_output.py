@@ -171,6 +171,7 @@ def test_run_is_ended_though_its_reader_has_stopped_reading(bench: Bench) -> Non
     assert run.wait(60) == 128 + 15
 
 
+@pytest.mark.long
 def test_run_is_ended_though_nobody_reads_what_comes_after_the_signal(bench: Bench) -> None:
     script = bench.script(
         """

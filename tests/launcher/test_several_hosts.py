@@ -110,7 +110,7 @@ def test_failure_on_one_host_ends_all_and_is_told_on_all(bench: Bench, host: int
     assert bench.processes() == []
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_interruption_of_one_host_is_one_of_all(bench: Bench, host: int) -> None:
     text = "print('ready', flush=True); import time; time.sleep(1000)"
     runs = start_hosts(bench, text, ranks=(1, 1))
@@ -202,7 +202,11 @@ def test_strangers_at_the_endpoint_keep_nobody_waiting(bench: Bench) -> None:
     [
         (["--node-rank", 0], "can't listen at the rendezvous endpoint"),
         (["--node-rank", 1, "--rdzv-id", "other"], "run 'other' on 2 hosts, but those who meet"),
-        (["--node-rank", 1, "--nnodes", 3], "run 'lockstep' on 3 hosts, but those who meet"),
+        pytest.param(
+            ["--node-rank", 1, "--nnodes", 3],
+            "run 'lockstep' on 3 hosts, but those who meet",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_host_that_is_not_of_the_run_says_why(
@@ -296,7 +300,7 @@ def test_host_that_waits_in_vain_says_where(bench: Bench) -> None:
 NOT_OURS = "203.0.113.9"  # an address that is given to no host
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_mistyped_address_is_told_in_time_with_the_right_ones(bench: Bench, host: int) -> None:
     options = ["--nnodes", 2, "--node-rank", host, "--rdzv-endpoint", f"{NOT_OURS}:{free_port()}"]
     script = bench.script("print('ran')")

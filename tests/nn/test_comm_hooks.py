@@ -352,7 +352,7 @@ def check_zero(shard_buckets: bool) -> None:
     assert not all(map(torch.equal, ours, net().parameters()))
 
 
-@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize("shard_buckets", [pytest.param(False, marks=pytest.mark.long), True])
 def test_torchs_hook_of_a_sharded_optimizer(ranks: Processes, shard_buckets: bool) -> None:
     ranks.run(check_zero, "shm", 2, shard_buckets)
 

@@ -59,7 +59,14 @@ def replicas_of(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("", marks=pytest.mark.long),
+        "os.kill(os.getpid(), 9)",
+        pytest.param("os._exit(0)", marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_of_a_program(end: str) -> None:
     """It is a script without a guard, and its classes are in ``__main__``."""
     mark = uuid.uuid4().hex
