@@ -382,3 +382,27 @@ def test_one_buffer_is_enough_where_ranks_drop_gradients_in_time(backend: str) -
         return len(bucket._buffers)
 
     assert run_ranks(2, body, backend=backend) == [1, 1]
+
+
+class Stacked(nn.Module):
+    """Autograd computes all gradients as views of one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.ones(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.stack([*self.rows]).T
+
+
+def test_gradients_in_one_memory_of_autograd_are_not_taken_for_kept() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Stacked(), process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(3):
+            model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+            assert all(is_pending(model))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, body)

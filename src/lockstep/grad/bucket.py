@@ -23,6 +23,7 @@ from lockstep.grad.memory import (
     gradient_dtype,
     gradient_of,
     held,
+    is_new,
     set_gradient,
 )
 from lockstep.torch_private import _foreach_copy_
@@ -200,6 +201,7 @@ class Bucket:
             for position in itertools.compress(range(len(gradients)), are_there)
             if gradients[position] is not self._views[position]
             and _layout_of(gradients[position]) is torch.strided
+            and not is_new(self.parameters[position])
         ]
 
     def sum_pending(self) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from lockstep.comm import is_shared, leave_to_others
-from lockstep.torch_private import storage_use_count
+from lockstep.torch_private import _current_autograd_node, storage_use_count
 
 # Parameters and pending gradients begin at multiples of this number of elements: at whole cache
 # lines.
@@ -134,6 +134,20 @@ def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
         count > _IN_A_LIST + 1 or storage_use_count(key) > own[key] + 1
         for count, key in zip(counts, keys, strict=True)
     ]
+
+
+def is_new(parameter: torch.Tensor) -> bool:
+    """Whether autograd has just made the gradient of ``parameter``, in the node that runs here.
+
+    Nobody holds it, though others that autograd has yet to hand out may be views of its memory.
+    """
+    gradient = gradient_of(parameter)
+    return (
+        getattr(_current_autograd_node(), "variable", None) is parameter
+        and gradient is not None
+        and not gradient.is_inference()
+        and gradient._version == 0  # else it was there, and autograd has added to it
+    )
 
 
 class _Fork(threading.local):
