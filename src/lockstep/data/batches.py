@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lockstep.comm import bytes_of
+from lockstep.data.order import Order
 from lockstep.data.own_generators import generators_in
 from lockstep.data.random_state import RandomState, exclusive, mixed
 from lockstep.errors import SplitError
@@ -41,6 +43,14 @@ class Part(NamedTuple):
     first: int  # the position of the first sample in the epoch
     is_empty: bool = False  # whether the samples aren't this rank's
     is_one: bool = False  # whether the dataset makes a whole batch of the only index
+
+
+class Start(NamedTuple):
+    """Where batches begin, after those that are skipped."""
+
+    number: int  # of the first batch
+    position: int  # of its first sample in the epoch
+    checksum: int | None  # of the batches before it; None if they are the same in any case
 
 
 class GlobalBatches:
@@ -69,16 +79,22 @@ class GlobalBatches:
         may_repeat: bool,
     ) -> None:
         self._random = RandomState(mixed(seed, epoch, -1))
-        self._epoch, self._may_repeat = epoch, may_repeat
-        self._seen: set[Any] = set()
+        self._seen = None if may_repeat else _Seen(epoch)
         self._drawn: list[Any] = []
         for sampler in samplers:
             if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
                 generator.manual_seed(mixed(seed, epoch, -2))
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
+        self._sampler: Any = batches
         with self._random():
-            self._batches = iter(_as_tensors(batches))
+            self._order = _order_of(batches)
+            self._batches = iter(batches) if self._order is None else self._ordered(0)
+
+    def _ordered(self, start: int) -> Iterator[Any]:
+        assert self._order is not None
+        size, drop_last = self._sampler.batch_size, self._sampler.drop_last
+        return self._order.batches(size, drop_last=drop_last, start=start)
 
     def peek(self) -> list[Any]:
         """Return the next batches, as many as are drawn at once."""
@@ -87,17 +103,47 @@ class GlobalBatches:
                 self._drawn = [*itertools.islice(self._batches, _NUM_DRAWN)]
         return self._drawn
 
+    def skip(self, num_batches: int) -> Start:
+        """Leave out the first batches, before any was given; fewer if there aren't so many."""
+        if self._order is not None and num_batches:
+            num_batches = min(num_batches, len(self._sampler))
+            position = min(num_batches * self._sampler.batch_size, self._order.length)
+            self._drawn, self._batches = [], self._ordered(position)
+            return Start(num_batches, position, self._order.checksum(position))
+        number = position = checksum = 0
+        for batch in itertools.islice(self, num_batches):
+            number += 1
+            position += num_samples(batch)
+            checksum = digest(batch, checksum)
+        return Start(number, position, checksum)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield each global batch."""
-        while drawn := self.peek():
-            self._drawn = []
-            for batch in drawn:
-                if not self._may_repeat:
-                    self._check(batch)
-                yield batch
+        while self.peek():
+            batch = self._drawn.pop(0)
+            if self._seen is not None:
+                self._seen.add(batch)
+            yield batch
 
-    def _check(self, batch: Any) -> None:
-        seen, before = self._seen, len(self._seen)
+
+class _Seen:
+    """The indices that came in an epoch; whole numbers take two bytes each if all of them come.
+
+    Args:
+        epoch: The number of the epoch.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._marks: dict[int, bytearray] = {}  # by the number, but for its last 8 bits
+        self._others: set[Any] = set()
+
+    def add(self, batch: Any) -> None:
+        """Note the indices of a batch.
+
+        Raises:
+            SplitError: If one of them came before.
+        """
         indices: Sequence[Any] = batch if isinstance(batch, list | tuple) else [batch]
         if isinstance(batch, torch.Tensor) and batch.dim():
             indices = batch.tolist()
@@ -105,17 +151,25 @@ class GlobalBatches:
             indices = [index.item() for index in indices]
         elif indices and type(indices[0]).__hash__ is None:  # such as a slice
             indices = [*map(repr, indices)]
-        is_new = seen.isdisjoint(indices)
-        earlier = () if is_new else set(seen)
-        seen.update(indices)
-        if is_new and len(seen) - before == len(indices):
-            return
-        named = next(i for i in indices if i in earlier or indices.count(i) > 1)
-        raise SplitError(
-            f"The sampler gave {named} twice in epoch {self._epoch}, so that a sample would count "
-            "twice. If that is what you want, as in sampling with replacement, set its attribute "
-            "'replacement' to True."
-        )
+        for index in indices:
+            if not self._is_new(index):
+                raise SplitError(
+                    f"The sampler gave {index} twice in epoch {self._epoch}, so that a sample "
+                    "would count twice. If that is what you want, as in sampling with "
+                    "replacement, set its attribute 'replacement' to True."
+                )
+
+    def _is_new(self, index: Any) -> bool:
+        try:
+            number = operator.index(index)
+        except TypeError:
+            before = len(self._others)
+            self._others.add(index)
+            return len(self._others) > before
+        if (marks := self._marks.get(number >> 8)) is None:
+            marks = self._marks[number >> 8] = bytearray(256)
+        was_there, marks[number & 255] = marks[number & 255], 1
+        return not was_there
 
 
 def samplers_in(sampler: Any) -> list[Any]:
@@ -127,21 +181,27 @@ def samplers_in(sampler: Any) -> list[Any]:
     return found
 
 
-def _as_tensors(batches: Iterable[Any]) -> Iterable[Any]:
-    """Return the same batches, as tensors if torch's own samplers make them."""
+def is_list(batch: Any) -> bool:
+    """Whether a batch that a sampler gave is a list of indices, which ranks can share."""
+    return isinstance(batch, list | tuple) or getattr(batch, "ndim", 0) == 1
+
+
+def num_samples(batch: Any) -> int:
+    """Return the number of indices of a batch that a sampler gave."""
+    return len(batch) if is_list(batch) else 1
+
+
+def _order_of(batches: Any) -> Order | None:
+    """Return the order of the samples in ``batches``, if torch's own samplers make them."""
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler):
-        return batches
+        return None
     length = len(sampler.data_source)
     if type(sampler) is SequentialSampler:
-        order = torch.arange(length, device="cpu")
-    elif sampler.replacement or sampler.num_samples != length or sampler.generator is None:
-        return batches
-    else:
-        order = torch.randperm(length, generator=sampler.generator, device="cpu")
-    if batches.drop_last:
-        order = order[: length - length % batches.batch_size]
-    return order.split(batches.batch_size) if len(order) else ()
+        return Order(length)
+    if sampler.replacement or sampler.num_samples != length or sampler.generator is None:
+        return None
+    return Order(length, sampler.generator)
 
 
 def digest(batch: Any, before: int = 0) -> int:

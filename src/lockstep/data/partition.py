@@ -10,6 +10,7 @@ import math
 import numbers
 import random
 import reprlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from fractions import Fraction
 from functools import lru_cache
@@ -161,7 +162,7 @@ def partition(
     order: Sequence[int] = range(len(dataset))
     if seed is not None:
         seed = arguments.as_whole_number("seed", seed, "a whole number, or None to keep the order")
-        order = list(order)
+        order = array("q", order)  # 8 bytes an element
         random.Random(seed).shuffle(order)
     ends = itertools.accumulate(counts)
     return [Partition(dataset, order[e - n : e]) for n, e in zip(counts, ends, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
@@ -24,6 +25,8 @@ from lockstep.world import group_or_all
 Mode = Literal["pad", "drop", "exact"]
 
 _T_co = TypeVar("_T_co", covariant=True)
+# How many indices are made numbers of Python at once.
+_CHUNK = 2**16
 _CURE = (
     "It gives each rank its part of all indices: make it with the same options on all ranks, of "
     "the whole dataset, or of a sampler that gives all indices in the same order."
@@ -129,15 +132,23 @@ class DistributedSampler(TorchSampler[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_group": None}  # which can't be pickled or copied
 
-    def _own_indices(self) -> list[_T_co]:
-        """Return this rank's indices in this epoch. Every rank calls it; it compares them."""
+    def _own_indices(self, start: int = 0) -> Iterator[_T_co]:
+        """Return this rank's indices in this epoch, but the first ``start``.
+
+        Every rank calls it; it compares their orders.
+        """
         order = self._order()
         self._check(order)
-        if self.mode == "pad":
-            order = [*itertools.islice(itertools.cycle(order), self.total_size)]
-        return order[self.rank : self.total_size : self.num_replicas]
+        places = range(self.rank, self.total_size, self.num_replicas)[start:]
+        if not isinstance(order, Tensor):  # with "pad", places beyond the end begin anew
+            return (order[place % self._length] for place in places)
+        wanted = torch.arange(
+            places.start, max(places.start, places.stop), places.step, device="cpu"
+        )
+        parts: Any = order[wanted % max(1, self._length)].split(_CHUNK)
+        return itertools.chain.from_iterable(part.tolist() for part in parts)
 
-    def _order(self) -> list[_T_co]:
+    def _order(self) -> Any:
         """Return the indices of all ranks in this epoch, the same on each rank."""
         seed, source = self.seed + self.epoch, cast(Any, self.dataset)
         if self._is_sampler:
@@ -145,13 +156,12 @@ class DistributedSampler(TorchSampler[_T_co]):
                 set_epoch(self.epoch)
             with _seeded(source, seed):
                 return [*itertools.islice(source, self._length + 1)]
-        order: Any = range(len(source))
         if self.shuffle:
             generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(len(source), generator=generator).tolist()
-        return [*order]
+            return torch.randperm(len(source), generator=generator, device="cpu")
+        return range(len(source))
 
-    def _check(self, order: list[_T_co]) -> None:
+    def _check(self, order: Any) -> None:
         """Raise an error unless all ranks have the same order, of the length that it first had."""
         if self._group is not None and join_state_of(self._group) is None:
             facts: dict[str, object] = {
@@ -192,7 +202,7 @@ class _Indices(Iterator[_T_co]):
 
     def __init__(self, sampler: DistributedSampler[_T_co]) -> None:
         self._sampler, self._epoch, self._num_given = sampler, sampler.epoch, 0
-        self._rest = iter(sampler._own_indices())
+        self._rest = sampler._own_indices()
 
     def __next__(self) -> _T_co:
         index = next(self._rest)
@@ -220,7 +230,7 @@ class _Indices(Iterator[_T_co]):
         sampler, self._epoch, self._num_given = self._sampler, state["epoch"], state["num_given"]
         sampler.set_epoch(self._epoch)
         sampler._has_begun = True
-        self._rest = itertools.islice(sampler._own_indices(), self._num_given, None)
+        self._rest = sampler._own_indices(self._num_given)
 
 
 def _facts_of_order(sampler: DistributedSampler[Any]) -> dict[str, Any]:
