@@ -17,8 +17,8 @@ from lockstep.comm import bytes_of
 
 # Up to this number of samples a permutation is kept: 256 MiB.
 MAX_KEPT = 2**25
-# How many samples are computed at once.
-_CHUNK = 2**16
+# How many samples are computed at once: few enough that torch takes one thread.
+_CHUNK = 2**13
 _NUM_ROUNDS = 8
 _MASK = 2**32 - 1
 
@@ -55,7 +55,11 @@ class Order:
         chunk = max(1, _CHUNK // batch_size) * batch_size
         end = self.length - self.length % batch_size if drop_last else self.length
         for first in range(start, end, chunk):
-            yield from self[first : min(first + chunk, end)].split(batch_size)
+            numbers = self[first : min(first + chunk, end)]
+            for place in range(
+                0, len(numbers), batch_size
+            ):  # split() takes time and memory at once
+                yield numbers[place : place + batch_size]
 
     def checksum(self, length: int) -> int | None:
         """The CRC-32 of the first ``length`` numbers as bytes; None if they can't be others.
