@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.launcher import agreement as module
-from lockstep.launcher.agreement import Agreement, _decoded
+from lockstep.launcher.agreement import Agreement, decoded
 from lockstep.launcher.failures import Outcome
+from tests.launcher.bench import until
 
 Join = Callable[..., Agreement]
 
@@ -22,15 +25,18 @@ Join = Callable[..., Agreement]
 @pytest.fixture
 def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Host 0 of some, in agreements that end with the test; all waits are short."""
-    for name, seconds in (("_TALK", 0.02), ("_LOOK", 0.05), ("_SILENT", 0.5), ("_SETTLE", 2.0)):
+    seconds_of = {"_TALK": 0.02, "_READ": 0.05, "_LOOK": 0.05, "_SILENT": 0.5, "_SETTLE": 2.0}
+    for name, seconds in seconds_of.items():
         monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
     joined: list[Agreement] = []
 
-    def of(store: dist.Store, num_hosts: int, number: int = 0, patience: float = 60) -> Agreement:
+    def of(
+        store: dist.Store, num_hosts: int, number: int = 0, patience: float = 60, **options: Any
+    ) -> Agreement:
         for host in range(num_hosts):
             Agreement.show_life(store, host)
         names = [f"name-{host}" for host in range(num_hosts)]
-        joined.append(Agreement(store, number, names, patience))
+        joined.append(Agreement(store, number, names, patience, **options))
         return joined[-1]
 
     yield of
@@ -42,8 +48,21 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
         os.close(agreement._notifier)
 
 
-def go_on() -> bool:
-    return False
+def go_on() -> list[int]:
+    return []
+
+
+def settled(agreement: Agreement, outcome: Outcome) -> Callable[[], Outcome]:
+    """Settle in a thread; return what waits for the answer."""
+    answers: list[Outcome] = []
+    thread = threading.Thread(target=lambda: answers.append(agreement.settle(outcome, go_on)))
+    thread.start()
+
+    def answer() -> Outcome:
+        thread.join()
+        return answers[0]
+
+    return answer
 
 
 def tell(store: dist.Store, host: int, *told: object) -> None:
@@ -54,7 +73,7 @@ def tell(store: dist.Store, host: int, *told: object) -> None:
 
 @pytest.mark.parametrize("told", [b"", b"[]", b"{}", b'{"exit_status": "x"}', b"\xff"])
 def test_failure_of_another_host_that_cannot_be_read_is_a_failure(told: bytes) -> None:
-    assert _decoded(told).exit_status == 1
+    assert decoded(told).exit_status == 1
 
 
 def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
@@ -89,8 +108,10 @@ def test_waiting_for_other_hosts_to_leave_can_be_interrupted(
     began = time.monotonic()
     store = dist.HashStore()
     store.set("done/1", "")
-    join(store, 2).settle(Outcome(0), lambda: time.monotonic() > began + 0.5)
+    signals = iter([[], [signal.SIGINT], [], [signal.SIGINT]])
+    assert join(store, 2).settle(Outcome(0), lambda: next(signals, [])) == Outcome(0)
     assert time.monotonic() - began < 10.0
+    assert store.check(["hurry"])
 
 
 class SilentStore:
@@ -98,6 +119,9 @@ class SilentStore:
 
     def __init__(self) -> None:
         self.ends = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        """TCPStore's doesn't wait for an answer."""
 
     def add(self, key: str, amount: int) -> int:
         return amount
@@ -134,7 +158,9 @@ def test_host_that_fell_silent_is_to_blame_and_not_the_rank_that_lost_a_peer(joi
 
 
 def test_rank_that_failed_before_its_host_fell_silent_is_to_blame(join: Join) -> None:
-    failure = Outcome(3, message="rank 0 of 4 failed first", rank=0, at_seconds=time.time() - 9)
+    failure = Outcome(
+        3, message="rank 0 of 4 failed first", rank=0, at_seconds=time.monotonic() - 9
+    )
     assert join(dist.HashStore(), 2).settle(failure, go_on) == failure
 
 
@@ -145,27 +171,107 @@ def test_ranks_end_once_nothing_was_heard_of_a_host_for_too_long(join: Join) -> 
 def test_interruption_of_one_host_is_passed_on_and_is_to_blame(join: Join) -> None:
     store = dist.HashStore()
     first, second = join(store, 2), join(store, 2, number=1)
-    now = time.time()
-    first.interrupt(2, now)
+    interrupted = Outcome(130, message="ended by SIGINT.", at_seconds=time.monotonic())
+    first.interrupt(2)
     assert os.read(second.notice, 1) == b"\2"
-    interrupted = Outcome(130, message="ended by SIGINT.", at_seconds=now)
+    answer = settled(second, PEER_LOST)
+    told = first.settle(interrupted, go_on)
+    assert (told.exit_status, answer().exit_status) == (130, 130)
+    assert told.message == "ended by SIGINT; no rank is left running."
+    assert answer().message == "ended by SIGINT at host 0 (name-0); no rank is left running."
+
+
+def test_second_ctrl_c_at_one_host_ends_the_ranks_of_all_at_once(join: Join) -> None:
+    store = dist.HashStore()
+    first, second = join(store, 2), join(store, 2, number=1)
+    first.interrupt(signal.SIGINT)
+    assert os.read(second.notice, 1) == bytes([signal.SIGINT])
+    first.hurry()
+    assert os.read(second.notice, 1) == bytes([signal.SIGKILL])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_at_a_host_whose_ranks_are_done_is_one_of_all(join: Join, number: int) -> None:
+    store = dist.HashStore()
+    hosts = join(store, 2), join(store, 2, number=1)
+    signals = iter([[], [signal.SIGINT]])
     answers: list[Outcome] = []
-    thread = threading.Thread(target=lambda: answers.append(second.settle(PEER_LOST, go_on)))
+
+    def settle() -> None:
+        answers.append(hosts[number].settle(Outcome(0), lambda: next(signals, [])))
+
+    thread = threading.Thread(target=settle)
     thread.start()
-    assert first.settle(interrupted, go_on) == interrupted
+    assert os.read(hosts[1 - number].notice, 1) == bytes([signal.SIGINT])
+    others = hosts[1 - number].settle(Outcome(0), go_on)
     thread.join()
-    assert answers[0].exit_status == 130
-    assert answers[0].message == "ended by SIGINT at host 0 (name-0); no rank is left running."
+    assert [outcome.exit_status for outcome in (*answers, others)] == [130, 130]
+
+
+def test_interruption_that_was_heard_counts_if_its_host_leaves_with_the_store(join: Join) -> None:
+    store = KeptStore()
+    first, second = join(store, 2), join(store, 2, number=1)
+    first.interrupt(signal.SIGINT)
+    assert os.read(second.notice, 1) == bytes([signal.SIGINT])
+    store.is_gone = True
+    assert second.settle(PEER_LOST, go_on).exit_status == 130
+
+
+class KeptStore:
+    """A store that ends with the host that keeps it."""
+
+    def __init__(self) -> None:
+        self._store, self.is_gone = dist.HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_gone:
+            raise RuntimeError("the connection is closed")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("behind_seconds", [-1000.0, 1000.0])
+def test_first_cause_is_found_though_clocks_differ(join: Join, behind_seconds: float) -> None:
+    """Host 1 fails 2 s before host 0 does; its clock is behind that, or before it."""
+    store = dist.HashStore()
+    first = join(store, 2)
+    clock = lambda: time.monotonic() - behind_seconds  # noqa: E731
+    second = join(store, 2, number=1, clock=clock)
+    assert until(lambda: second._offsets)
+    own = Outcome(3, message="rank 0", rank=0, at_seconds=time.monotonic())
+    others = Outcome(4, message="rank 1", rank=1, at_seconds=clock() - 2)
+    answer = settled(second, others)
+    assert first.settle(own, go_on).rank == 1
+    assert answer().rank == 1
+
+
+def test_launcher_whose_connection_has_ended_is_lost_soon_and_the_others_hear_of_it(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 1 of three; its connection alone doesn't tell, as what is between may end it."""
+    monkeypatch.setattr(module, "_GONE_SECONDS", 0.5)
+    store = dist.HashStore()
+    line, its_end = socket.socketpair()
+    hosts = [join(store, 3, lines={1: line}), join(store, 3, number=2)]
+    living = join(store, 3, number=1)
+    its_end.close()
+    assert until(lambda: hosts[1]._ended)
+    time.sleep(1.0)
+    assert not any(host._is_noticed for host in hosts)
+    living._is_over.set()
+    for host in hosts:
+        assert os.read(host.notice, 1) == b"\0"
+    answer = settled(hosts[1], Outcome(0))
+    told = hosts[0].settle(Outcome(0), go_on).message
+    assert told is not None
+    assert told.startswith("host 1 (name-1) is lost: the connection of its launcher has ended")
+    assert answer().message == told
+    line.close()
 
 
 def test_rank_that_ended_by_itself_is_to_blame_for_those_that_lost_it(join: Join) -> None:
-    suspect = Outcome(1, message="rank 2 of 4 failed first", rank=2, at_seconds=time.time())
+    suspect = Outcome(1, message="rank 2 of 4 failed first", rank=2, at_seconds=time.monotonic())
     store = dist.HashStore()
     first, second = join(store, 2), join(store, 2, number=1)
-    answers: list[Outcome] = []
-    own = Outcome(0, suspect=suspect)
-    thread = threading.Thread(target=lambda: answers.append(second.settle(own, go_on)))
-    thread.start()
+    answer = settled(second, Outcome(0, suspect=suspect))
     assert first.settle(PEER_LOST, go_on).rank == 2
-    thread.join()
-    assert answers[0].rank == 2
+    assert answer().rank == 2

@@ -128,21 +128,60 @@ def test_interruption_of_one_host_is_one_of_all(bench: Bench, host: int) -> None
     assert bench.processes() == []
 
 
-def test_killed_launcher_of_one_host_ends_all(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "ranks"),
+    [
+        (1, (1, 1)),
+        pytest.param(0, (1, 1, 1), marks=pytest.mark.long),
+        pytest.param(1, (1, 1, 1), marks=pytest.mark.long),
+    ],
+)
+def test_killed_launcher_of_one_host_ends_all(
+    bench: Bench, tmp_path: Path, host: int, ranks: tuple[int, ...]
+) -> None:
+    """Soon, though no rank communicates, and a host may be silent for a minute."""
     text = "print('ready', flush=True); import time; time.sleep(1000)"
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environ = {**os.environ, "TMPDIR": str(temporary)}
-    runs = start_hosts(bench, text, ranks=(1, 1), env=environ)
+    runs = start_hosts(bench, text, ranks=ranks, env=environ)
     for run in runs:
         assert run.stdout is not None
         assert "ready" in run.stdout.readline()
-    runs[0].kill()
+    runs.pop(host).kill()
+    began = time.monotonic()
+    how = "the connection of its launcher" if host else "the store that it keeps"
+    for run in runs:
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 1
+        assert f"host {host} ({socket.gethostname()}) is lost: {how} has ended" in err
+    assert time.monotonic() - began < 5
     assert until(lambda: not bench.processes())
-    assert runs[1].wait(60) != 0
-    assert runs[1].stderr is not None
-    assert f"host 0 ({socket.gethostname()}) is lost: the store" in runs[1].stderr.read()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.long
+def test_second_ctrl_c_at_one_host_ends_the_ranks_of_all_at_once(bench: Bench) -> None:
+    text = """
+    import signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print('ready', flush=True)
+    time.sleep(1000)
+    """
+    runs = start_hosts(bench, text, ranks=(1, 1))
+    for run in runs:
+        assert run.stdout is not None
+        assert "ready" in run.stdout.readline()
+    runs[1].send_signal(signal.SIGINT)
+    assert runs[0].stderr is not None
+    assert "still running after SIGINT: rank 0" in runs[0].stderr.readline()
+    runs[1].send_signal(signal.SIGINT)
+    began = time.monotonic()
+    for run in runs:
+        run.communicate(timeout=60)
+        assert run.returncode == 130
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.keeps_descriptors  # with a process's first store, torch opens a pipe for good

@@ -98,7 +98,7 @@ class Outcome:
     rank: int | None = None
     signal: str | None = None
     traceback: str | None = None
-    at_seconds: float = 0.0  # of the failure by the wall clock, which hosts have in common
+    at_seconds: float = 0.0  # of the failure, by this host's time.monotonic()
     lost_a_peer: bool = False
     # What to blame if all failures are of ranks that have lost a peer, maybe on other hosts.
     suspect: Outcome | None = None
@@ -137,7 +137,7 @@ def failure_outcome(
         rank=culprit.rank,
         signal=None if culprit.signal is None else signal_name(culprit.signal),
         traceback=culprit.traceback,
-        at_seconds=culprit.at_seconds + time.time() - time.monotonic(),
+        at_seconds=culprit.at_seconds,
         lost_a_peer=culprit.lost_a_peer,
     )
 

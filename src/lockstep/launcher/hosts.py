@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,8 +30,10 @@ from lockstep.world import (
     Placement,
     Starter,
     addresses,
+    connection_from,
     end_on_silence,
     first_line,
+    own_end,
     rank_environment,
 )
 
@@ -109,10 +111,13 @@ class Host:
             self._number = self._take_number(meeting)
             self._store.set(f"name/{self._number}", socket.gethostname())
             Agreement.show_life(self._store, self._number)
+            end = own_end(meeting.port) if self._held is None else ""
+            self._store.set(f"end/{self._number}", end)
             self._store.set(f"size/{self._number}", str(size))
             sizes = self._wait_for_sizes(meeting, deadline)
             keys = [f"name/{host}" for host in range(self._num_hosts)]
             names = [name.decode(errors="replace") for name in self._store.multi_get(keys)]
+            lines = self._lines(meeting.port)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
                 raise
@@ -120,10 +125,18 @@ class Host:
                 f"The hosts couldn't meet at {meeting.endpoint}: the host that keeps the store "
                 "there has given up, or something else than 'lockstep run' uses that port."
             ) from error
-        self._agreement = Agreement(self._store, self._number, names, meeting.host_timeout_seconds)
+        patience_seconds = meeting.host_timeout_seconds
+        self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
         self.notice = self._agreement.notice
         first, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
         return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
+
+    def _lines(self, port: int) -> dict[int, socket.socket]:
+        """On host 0, the connections of the other launchers, by their numbers."""
+        others = range(1, self._num_hosts) if self._number == 0 else []
+        ends = {host: self._store.get(f"end/{host}").decode(errors="replace") for host in others}
+        found = {host: connection_from(end, port) for host, end in ends.items()}
+        return {host: line for host, line in found.items() if line is not None}
 
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
@@ -162,14 +175,19 @@ class Host:
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
-    def interrupt(self, number: int, at_seconds: float) -> None:
+    def interrupt(self, number: int) -> None:
         """Have the ranks of all hosts end by this signal, which came to this launcher."""
         if self._agreement is not None:
-            self._agreement.interrupt(number, at_seconds)
+            self._agreement.interrupt(number)
 
-    def settle(self, outcome: Outcome, interrupted: Callable[[], bool]) -> Outcome:
+    def hurry(self) -> None:
+        """Have the ranks of all hosts end at once."""
+        if self._agreement is not None:
+            self._agreement.hurry()
+
+    def settle(self, outcome: Outcome, signals: Callable[[], Sequence[int]]) -> Outcome:
         """The outcome of the run, from that of this host's ranks: see :meth:`Agreement.settle`."""
-        return outcome if self._agreement is None else self._agreement.settle(outcome, interrupted)
+        return outcome if self._agreement is None else self._agreement.settle(outcome, signals)
 
 
 def _hold_store(meeting: Meeting) -> dist.TCPStore | None:

@@ -281,6 +281,12 @@ class SignalPipe:
         self.pull()
         return any(number in ENDING_SIGNALS for number in self.pending)
 
+    def take_ending(self) -> list[int]:
+        """Return the ending signals that have arrived, and forget all that have."""
+        self.pull()
+        arrived, self.pending = self.pending, []
+        return [number for number in arrived if number in ENDING_SIGNALS]
+
 
 def handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], None]) -> None:
     """Install ``handler``, except for signals that nohup or a shell's ``&`` set to be ignored."""

@@ -106,7 +106,7 @@ def _start(job: Job) -> int:
         watch.run(start)
     finally:
         guardian.dismiss()
-    return _conclude(job, host.settle(watch.outcome(), watch.signals.is_pending))
+    return _conclude(job, host.settle(watch.outcome(), watch.signals.take_ending))
 
 
 def _conclude(job: Job, outcome: Outcome) -> NoReturn:
@@ -303,7 +303,7 @@ class _Watch:
         self._job, self._host, self._ranks, self._spare = job, host, ranks, spare
         self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals, live)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
-        self._interrupted_at = 0.0  # by the wall clock, which hosts have in common
+        self._interrupted_at = 0.0
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
         given = job.grace_seconds
@@ -417,17 +417,18 @@ class _Watch:
         self._console.broken = True  # the caller was the reader of the output, too
         return True
 
-    def _follow_peer(self) -> bool:
+    def _follow_peer(self) -> None:
         assert self._host.notice is not None
         number = os.read(self._host.notice, 1)[0]
-        if number:  # the launcher of another host was interrupted: all are
+        if number == signal.SIGKILL:  # Ctrl-C came there once more
+            self._escalation = Escalation(AT_ONCE)
+        elif number:  # the launcher of another host was interrupted: all are
             if self._interrupted_by is None:
                 self._end(number)
         elif self._escalation is None:
             self._peer_failed = True
             actions = after_signal(signal.SIGTERM, self._failure_grace_seconds)
             self._escalation = Escalation(actions)
-        return True
 
     def _end(self, number: int) -> None:
         """End the ranks because of a signal or, SIGPIPE, because nobody reads the output.
@@ -437,13 +438,14 @@ class _Watch:
         """
         is_first, was_ctrl_c = self._escalation is None, self._interrupted_by == signal.SIGINT
         if self._interrupted_by is None:
-            self._interrupted_by, self._interrupted_at = number, time.time()
-            self._host.interrupt(number, self._interrupted_at)
+            self._interrupted_by, self._interrupted_at = number, time.monotonic()
+            self._host.interrupt(number)
         self._console.is_ending = True
         if is_first:
             self._escalation = Escalation(after_signal(number, self._grace_seconds))
         elif number == signal.SIGINT or was_ctrl_c:
             self._escalation = Escalation(AT_ONCE)
+            self._host.hurry()
 
     def _pass_on(self, number: int) -> None:
         """Send the signal to the ranks that have a handler for it; it would end the others."""

@@ -11,7 +11,10 @@ from .facts import Kept as Kept
 from .facts import Sample as Sample
 from .facts import samples_of as samples_of
 from .network import addresses as addresses
+from .network import connection_from as connection_from
 from .network import end_on_silence as end_on_silence
+from .network import has_ended as has_ended
+from .network import own_end as own_end
 from .rendezvous import first_line as first_line
 from .world import World as World
 from .world import as_rank as as_rank

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
@@ -50,19 +52,55 @@ def end_on_silence(port: int) -> None:
 
     Otherwise, if the network is cut, they wait for as long as TCP tries.
     """
+    for connection in _connections():
+        if connection.getpeername()[1] == port:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, number in (
+                (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 4),
+                (socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 4),
+                (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),
+            ):
+                connection.setsockopt(socket.IPPROTO_TCP, option, number)
+
+
+def own_end(port: int) -> str:
+    """The address from which this process is connected to ``port``; "" if it isn't."""
+    ends = (_name(c.getsockname()) for c in _connections() if c.getpeername()[1] == port)
+    return next(ends, "")
+
+
+def connection_from(end: str, port: int) -> socket.socket | None:
+    """A duplicate of the connection at ``port`` of this process whose other end is ``end``.
+
+    None if there is none, as where something between the two hosts translates addresses.
+    """
+    for connection in _connections():
+        ends = connection.getsockname()[1], _name(connection.getpeername())
+        if ends == (port, end):
+            return connection.dup()
+    return None
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed the connection, or its process has ended."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _name(address: tuple[str, int]) -> str:
+    host, port, *_ = address
+    # A socket of IPv6 may speak IPv4. After % is this host's own name of an interface.
+    return f"{host.removeprefix('::ffff:').partition('%')[0]} {port}"
+
+
+def _connections() -> Iterator[socket.socket]:
+    """This process's connections over TCP, one after the other, each as long as it is looked at."""
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has just been closed
+        with contextlib.suppress(OSError):  # it has just been closed, or listens
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
-                    continue
-                if connection.getpeername()[1] != port:
-                    continue
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, number in (
-                    (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 4),
-                    (socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 4),
-                    (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),
-                ):
-                    connection.setsockopt(socket.IPPROTO_TCP, option, number)
+                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and connection.type == socket.SOCK_STREAM and connection.getpeername():
+                    yield connection
