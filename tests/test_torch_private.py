@@ -98,6 +98,7 @@ SAMPLES = {
     "torch._dynamo.eval_frame.OptimizedModule": lambda: torch.compile(
         nn.Linear(1, 1), backend="eager"
     ),
+    "torch.distributed.rendezvous": lambda: importlib.import_module("torch.distributed.rendezvous"),
     "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "torch.compile": lambda: torch.compile(ignoring, backend="eager"),
     "torch.nn.Module": nn.Module,

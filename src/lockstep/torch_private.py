@@ -101,6 +101,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_rank_not_in_group": "each collective asks it first: so one can be refused in a trial",
         "_world": "the record of groups, which is replaced while ranks are threads",
     },
+    "torch.distributed.rendezvous": {
+        "_create_c10d_store": "is replaced: the ranks of one host have a store in a file",
+    },
     "torch.Tensor": {
         "_make_subclass": "a parameter of an embedding that replicas look up together",
         "_make_wrapper_subclass": "tensors of which a rank has only some elements",

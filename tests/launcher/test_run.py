@@ -189,8 +189,7 @@ def test_nothing_listens_beyond_loopback(bench: Bench) -> None:
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    # The store, and one of each rank's Gloo.
-    assert len(listening) >= 3
+    assert len(listening) >= 2  # one of each rank's Gloo
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     run.terminate()
 
@@ -255,11 +254,6 @@ def test_run_keeps_what_the_ranks_tell_each_other_from_other_users(bench: Bench)
         import lockstep
 
         world = lockstep.init()
-        # Any user can connect to this one.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-        )
-        print([key for key in store.list_keys() if "lockstep" in key or "default_pg" in key])
         path = os.environ["LOCKSTEP_STORE"].partition(":")[2]
         assert b"secret" in open(path, "rb").read()
         if os.getuid() == 0:
@@ -270,4 +264,50 @@ def test_run_keeps_what_the_ranks_tell_each_other_from_other_users(bench: Bench)
     )
     done = bench.run("run", "-n", 2, script)
     assert done.returncode == 0, done.stderr
-    assert [lines_of(done.stdout, rank) for rank in range(2)] == [["[]"], ["[]"]]
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        "dist.init_process_group('shm')",
+        "dist.init_process_group('shm', init_method='tcp://localhost:' + os.environ['MASTER_PORT'],"
+        " rank=int(os.environ['RANK']), world_size=2)",
+        "lockstep.init()",
+    ],
+)
+def test_ranks_of_one_host_meet_where_nobody_listens(bench: Bench, join: str) -> None:
+    """Any user could connect to a port of the launcher or a rank, and fill its memory."""
+    script = bench.script(
+        f"""
+        import os, psutil, torch, torch.distributed as dist, lockstep
+
+        for _ in range(2):
+            {join}
+            total = torch.tensor(float(dist.get_rank() + 1))
+            dist.all_reduce(total)
+            for process in (psutil.Process(), psutil.Process().parent()):
+                assert process.net_connections() == [], process
+            print(total.item())
+            dist.destroy_process_group()
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert [lines_of(done.stdout, rank) for rank in range(2)] == 2 * [["3.0", "3.0"]]
+
+
+@pytest.mark.long
+def test_programs_open_what_they_like_at_the_port_of_the_run(bench: Bench) -> None:
+    """Also processes that a rank starts, which know nothing of its store."""
+    script = bench.script(
+        """
+        import subprocess, sys
+
+        child = "import torch.distributed as dist; dist.init_process_group('gloo'); "
+        child += "print(dist.get_world_size()); dist.barrier()"
+        subprocess.run([sys.executable, "-c", child], check=True)
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert [lines_of(done.stdout, rank) for rank in range(2)] == [["2"], ["2"]]

@@ -8,10 +8,10 @@ store, as with torchrun: the endpoint belongs in a network that its users trust.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -38,6 +38,7 @@ from lockstep.world import (
 )
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
+_ANY_PORT = 29500  # torch's own default
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
 _OWN_SECONDS = 2.0  # the same, of the host that keeps it
 _RETRY_SECONDS = 0.2
@@ -81,25 +82,12 @@ class Host:
         ]
 
     def _alone(self, size: int) -> Placement:
-        self._held: dist.TCPStore | None = None
-        master = ("127.0.0.1", 1)
-        try:
-            # Port 0: the kernel finds a free one, so that two runs never collide.
-            listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-            master = listener.getsockname()
-            self._held = _open_store(listener)
-        except (OSError, RuntimeError) as error:
-            print(
-                f"lockstep: no store can be opened on this host: {first_line(error)}. "
-                "lockstep.init() needs none, but a torch.distributed.init_process_group() before "
-                "it will not find the other ranks.",
-                file=sys.stderr,
-            )
-        # Any user of this host can write to a store on loopback, which is for programs that
-        # expect one there. lockstep.init() uses a nameless file, open in this process alone.
+        # Any user of this host could write to a store at a port. The ranks have one in a nameless
+        # file instead, which is open in this process alone: see use_store_of_run(). The port is
+        # for programs that open something there themselves.
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
         run_id = uuid.uuid4().hex
-        return Placement(Starter.LOCKSTEP, 0, size, 0, size, master, run_id, path)
+        return Placement(Starter.LOCKSTEP, 0, size, 0, size, _free_port(), run_id, path)
 
     def _meet(self, meeting: Meeting, size: int) -> Placement:
         """The placement of the first rank on this host of several."""
@@ -188,6 +176,13 @@ class Host:
     def settle(self, outcome: Outcome, signals: Callable[[], Sequence[int]]) -> Outcome:
         """The outcome of the run, from that of this host's ranks: see :meth:`Agreement.settle`."""
         return outcome if self._agreement is None else self._agreement.settle(outcome, signals)
+
+
+def _free_port() -> tuple[str, int]:
+    """An address on loopback with a port that nothing listens at."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as free:
+        return "127.0.0.1", free.getsockname()[1]
+    return "127.0.0.1", _ANY_PORT  # a host without such an address
 
 
 def _hold_store(meeting: Meeting) -> dist.TCPStore | None:

@@ -73,6 +73,9 @@ def run_rank(
     os.environ.update(environment)
     import torch
 
+    from lockstep.world import use_store_of_run
+
+    use_store_of_run(os.environ)
     torch.set_num_threads(job.num_threads)
     # numpy 1 makes its global generator when it is imported: the fork copied its state, and all
     # ranks would draw the same. Python reseeds the module random itself, and torch's generator

@@ -16,6 +16,7 @@ from .network import end_on_silence as end_on_silence
 from .network import has_ended as has_ended
 from .network import own_end as own_end
 from .rendezvous import first_line as first_line
+from .rendezvous import use_store_of_run as use_store_of_run
 from .world import World as World
 from .world import as_rank as as_rank
 from .world import choose_backend as choose_backend

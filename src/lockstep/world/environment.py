@@ -156,7 +156,8 @@ def rank_environment(
         "GROUP_RANK": str(node),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank has to open the store at the port
+        # Whether the launcher has opened a store at the port, and no rank has to.
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.store_path is None),
         "TORCHELASTIC_RUN_ID": place.job_id,
         "OMP_NUM_THREADS": str(num_threads),
         **({} if num_nodes == 1 else {"GROUP_WORLD_SIZE": str(num_nodes)}),

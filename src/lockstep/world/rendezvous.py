@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from lockstep.comm import STORE_SECONDS, Deadline, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
-from lockstep.world.environment import Placement, Starter
+from lockstep.world.environment import Placement, Starter, detect
 from lockstep.world.network import end_on_silence
 
+# By this name torch.distributed has a function of the module.
+_torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
 _RETRY_SECONDS = 0.05
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
@@ -66,6 +69,25 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         f"{place.starter.value} started {place.world_size} ranks but told them no address to "
         "meet at. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there."
     )
+
+
+def use_store_of_run(environ: Mapping[str, str]) -> None:
+    """Have ``torch.distributed.init_process_group()``, too, find the store in a file of this run.
+
+    By itself it would open one at the run's port, for all users and hosts, to read and to write.
+    ``environ`` has the variables of ``lockstep run``.
+    """
+    place = detect(environ)
+    open_at_port: Callable[..., dist.Store] = _torch_rendezvous._create_c10d_store
+
+    def create_store(
+        host: str, port: int, rank: int, size: int, timeout: timedelta, *rest: Any
+    ) -> dist.Store:
+        if place.store_path is None or place.master is None or port != place.master[1]:
+            return open_at_port(host, port, rank, size, timeout, *rest)
+        return dist.PrefixStore("torch", _file_store(_open_file(place.store_path), timeout))
+
+    _torch_rendezvous._create_c10d_store = create_store
 
 
 def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
