@@ -39,8 +39,8 @@ step.
   show     print what is in a checkpoint of lockstep.save(), and verify it
   export   write a checkpoint's model to a file of safetensors
 
-`lockstep run train.py` runs a script on a rank for each GPU, or on 2 where
-there is none; `lockstep run --help` tells more."""
+`lockstep run train.py` runs a script on a rank for each NVIDIA GPU, or on 2
+where there is none; `lockstep run --help` tells more."""
 
 _RUN = """\
 Run a Python script on several ranks, and leave none behind.
@@ -264,8 +264,8 @@ def _add_program(parser: _Parser) -> None:
     parser.option("-m", is_module, dest="module", action="store_true")
     parser.option(
         "-n --nprocs N",
-        "How many ranks to start on this host; by default one for each GPU, or 2 where there is "
-        "none.",
+        "How many ranks to start on this host; by default one for each NVIDIA GPU, or 2 where there "
+        "is none.",
     )
     parser.option(
         "--threads T",

@@ -208,10 +208,11 @@ def generator_of(value: object) -> Generator | None:
 def generator_of_device(device: torch.device) -> Generator:
     """Return the default generator of another device than the CPU."""
     module: Any = torch.get_device_module(device)
-    get_state = partial(module.get_rng_state, device)
+    which = () if device.type == "mps" else (device,)  # there is one alone
+    get_state = partial(module.get_rng_state, *which)
     return _Torch(
         SimpleNamespace(
-            get_state=get_state, set_state=lambda state: module.set_rng_state(state, device)
+            get_state=get_state, set_state=lambda state: module.set_rng_state(state, *which)
         )
     )
 

@@ -28,6 +28,7 @@ MACHINE = Machine(
     dev_shm_bytes=32 * GIB,
     num_files=1024,
     gpus=[],
+    kind="cuda",
     has_gpu_driver=False,
     cuda=None,
     backends={"shm": "", "gloo": "", "nccl": "no", "mpi": "no"},

@@ -25,7 +25,7 @@ from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
 from lockstep.world.network import interface_towards
 from lockstep.world.rendezvous import meet, roll_call
-from lockstep.world.world import NCCL_AND_GLOO, RankContext, _place_on_host
+from lockstep.world.world import RankContext, _place_on_host
 from tests.launcher.bench import free_port
 from tests.processes import Processes, processes
 
@@ -226,7 +226,7 @@ def test_the_file_of_another_user_is_not_taken_for_a_store(monkeypatch) -> None:
     ("options", "error", "says"),
     [
         ({"backend": "bogus"}, errors.BackendUnavailable, "'bogus'"),
-        ({"device": "cuda:77"}, errors.BackendUnavailable, "GPUs here"),
+        ({"device": "cuda:77"}, errors.BackendUnavailable, "use no accelerator here"),
         ({"timeout": 5}, TypeError, "timedelta"),
         ({"timeout": timedelta(0)}, ValueError, "more than 0 seconds"),
         ({"timeout": -SOON}, ValueError, "more than 0 seconds"),
@@ -297,7 +297,7 @@ def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch whose NCCL fails")
 def test_without_nccl_it_says_why_and_goes_on_with_gloo(monkeypatch, caplog) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())
-    monkeypatch.setattr(world_module, "choose_backend", lambda _: NCCL_AND_GLOO)
+    monkeypatch.setattr(world_module, "choose_backend", lambda _: "cpu:gloo,cuda:nccl")
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         world = lockstep.init()
     (record,) = caplog.records

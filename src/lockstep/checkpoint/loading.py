@@ -20,7 +20,9 @@ from lockstep.checkpoint.folder import Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
+from lockstep.generators import generator_of_device
 from lockstep.tree import decode
+from lockstep.world import accelerator, num_accelerators
 
 
 def load(
@@ -161,5 +163,10 @@ def _restore(states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
     if "numpy" in states and numpy is not None:
         numpy.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if (kind := accelerator()) in states:
+        of_devices = states[kind]
+        if isinstance(of_devices, torch.Tensor):  # of a release that saved the current device's
+            of_devices = [None] * torch.accelerator.current_device_index() + [of_devices]
+        for index, state in enumerate(of_devices[: num_accelerators()]):
+            if state is not None:
+                generator_of_device(torch.device(kind, index)).generator.set_state(state)

@@ -27,8 +27,10 @@ from lockstep.arguments import as_whole_number, check_flag
 from lockstep.checkpoint.folder import Place, explained, file_of, in_pieces, padded, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
+from lockstep.generators import generator_of_device
 from lockstep.spans import span
 from lockstep.tree import Collector, Range
+from lockstep.world import accelerator, num_accelerators
 
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
@@ -52,7 +54,7 @@ def save(
     ``state_dict()`` and ``load_state_dict()`` (a learning rate scheduler, a GradScaler, a data
     loader), or a plain value: numbers, strings, bytes, tensors, dtypes, devices, and lists, tuples,
     sets and dictionaries of them. The random states of every rank (Python's, NumPy's, torch's, and
-    that of its GPU) are saved along.
+    those of its accelerators) are saved along.
 
     Models have the keys that they have without a wrapper, and optimizers are saved by parameter,
     sharded or not: a checkpoint loads at any number of ranks, into parallel models and others. The
@@ -216,9 +218,14 @@ def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if (kind := accelerator()) is not None and _is_in_use(kind):
+        devices = (torch.device(kind, index) for index in range(num_accelerators()))
+        states[kind] = [generator_of_device(each).generator.get_state() for each in devices]
     return states
+
+
+def _is_in_use(kind: str) -> bool:
+    return bool(getattr(torch.get_device_module(kind), "is_initialized", lambda: True)())
 
 
 class Background:

@@ -68,8 +68,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     The order of samples, and which are in which global batch, depend on the seed and the epoch, and
     not on the number of ranks or workers. Neither do the random numbers that the dataset draws for
     a sample (from torch, ``random`` or NumPy), in an augmentation say. Each iteration is the next
-    epoch; ``set_epoch()`` need not be called, and sets the epoch if it is. A shuffle takes 8 bytes a
-    sample on each rank; of more than 33 million samples none: it is computed as it goes.
+    epoch; ``set_epoch()`` need not be called, and sets the epoch if it is. A shuffle takes 8 bytes
+    a sample on each rank; of more than 33 million samples none: it is computed as it goes.
 
     In the midst of an epoch :meth:`state_dict` says how far it is, and :meth:`load_state_dict` goes
     on from there: with any number of ranks and workers, with each further sample exactly once.

@@ -23,9 +23,11 @@ from lockstep.comm import SHM
 from lockstep.errors import LaunchError
 from lockstep.launcher import check_num_ranks, check_num_threads, launch
 from lockstep.observe.machine import Machine, look
-from lockstep.world import Starter, World, choose_backend, choose_device
+from lockstep.world import Starter, World, backend_of, choose_backend, choose_device
 
 _GIB, _MIB = 2**30, 2**20
+# Kinds of devices that are called so; an accelerator of another kind has its own name.
+_KINDS_OF_GPUS = ("cuda", "xpu", "mps")
 _FEW_FILES = 256
 # What PyTorch's workers of a DataLoader hand over goes through /dev/shm; Docker gives 64 MiB.
 _LITTLE_DEV_SHM, _LITTLE_MEMORY = 256 * _MIB, _GIB
@@ -92,9 +94,14 @@ def doctor(nprocs: str | None = None, as_json: bool = False) -> bool:
 
 def choice_of(machine: Machine, num_ranks: int) -> Choice:
     """Return what ``init()`` chooses for ``num_ranks`` ranks of this host that it has started."""
-    num_gpus = len(machine.gpus)
-    device = choose_device(0, num_ranks, num_gpus, one_device_per_task=False)
-    if device.type == "cuda":
+    num_gpus, kind = len(machine.gpus), machine.kind
+    device = choose_device(0, num_ranks, num_gpus, one_device_per_task=False, kind=kind)
+    if num_gpus and num_ranks > 1 and backend_of(kind) is None:
+        device, reason = (
+            torch.device("cpu"),
+            f"no backend of torch.distributed carries tensors of {kind}",
+        )
+    elif device.type != "cpu":
         reason = f"each rank gets one of {num_gpus} GPUs"
     elif num_gpus:
         reason = f"{num_ranks} ranks would have to share {num_gpus} GPUs: -n {num_gpus} uses them"
@@ -129,8 +136,8 @@ def _time_all_reduces(world: World) -> dict[str, float]:
         for _ in range(_NUM_CALLS if group is not None else 0):
             begin = time.perf_counter()
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
+            if world.device.type != "cpu":
+                torch.accelerator.synchronize()
             times.append(time.perf_counter() - begin)
         found[name] = statistics.median(times or [0.0]) * 1e6
     return found
@@ -317,8 +324,10 @@ def _rows(machine: Machine, choice: Choice, trial: Trial) -> Iterator[tuple[str,
     yield "versions", ", ".join(" ".join(pair) for pair in machine.versions.items())
     yield "cores", f"{machine.num_cores} of {machine.num_host_cores}"
     yield "memory", f"{machine.room_bytes / _GIB:,.1f} GiB are left"
+    kind = "GPU" if machine.kind in _KINDS_OF_GPUS else machine.kind
     for index, gpu in enumerate(machine.gpus):
-        yield f"GPU {index}", f"{gpu.name}, {gpu.memory_bytes / _GIB:,.0f} GiB"
+        memory = f", {gpu.memory_bytes / _GIB:,.0f} GiB" if gpu.memory_bytes is not None else ""
+        yield f"{kind} {index}", f"{gpu.name}{memory}"
     usable = [name for name, reason in machine.backends.items() if not reason]
     lacking = [f"{name} ({reason})" for name, reason in machine.backends.items() if reason]
     yield "backends", ", ".join(usable) + (f"; not {', '.join(lacking)}" if lacking else "")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.comm import SHM, Segment, check_room
 from lockstep.errors import InitError, LockstepError
 from lockstep.launcher import num_cores
-from lockstep.world import Starter, detect
+from lockstep.world import Starter, accelerator, detect, num_accelerators
 
 # Variables that make a difference to ranks, by the beginnings of their names.
 _VARIABLES = ("CUDA_VISIBLE", "GLOO_", "LOCKSTEP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "TORCH_")
@@ -26,10 +26,10 @@ _OF_STARTERS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
 
 
 class Gpu(NamedTuple):
-    """A GPU that torch can use."""
+    """A GPU, or an accelerator of another kind, that torch can use."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int | None  # None if torch doesn't say
     unreachable: list[int]  # the other GPUs whose memory it can't read
 
 
@@ -45,6 +45,7 @@ class Machine(NamedTuple):
     dev_shm_bytes: int | None  # the size of /dev/shm, if there is one
     num_files: int | None  # how many files a process may have open; None if there is no limit
     gpus: list[Gpu]
+    kind: str  # of the GPUs, as torch names their devices; "cuda" if there are none
     has_gpu_driver: bool  # whether the system has files of NVIDIA GPUs
     cuda: str | None  # the version for which torch is built
     backends: dict[str, str]  # by name, why it can't be used; "" if it can
@@ -57,13 +58,14 @@ class Machine(NamedTuple):
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Return the bytes that this process has now: resident and, of a GPU, allocated and most."""
+    """Return the bytes that this process has now: resident and, of a device, allocated and most."""
     found = {}
     with suppress(OSError), open("/proc/self/statm") as file:
         found["resident"] = int(file.read().split()[1]) * resource.getpagesize()
-    if device.type == "cuda":
-        found["device"] = torch.cuda.memory_allocated(device)
-        found["device_peak"] = torch.cuda.max_memory_allocated(device)
+    if device.type not in ("cpu", "meta"):
+        with suppress(RuntimeError):  # not every kind counts
+            found["device"] = torch.accelerator.memory_allocated(device)
+            found["device_peak"] = torch.accelerator.max_memory_allocated(device)
     return found
 
 
@@ -89,6 +91,7 @@ def look(environ: Mapping[str, str]) -> Machine:
         dev_shm_bytes=_size_of("/dev/shm"),
         num_files=None if most_files == resource.RLIM_INFINITY else most_files,
         gpus=_gpus(),
+        kind=accelerator() or "cuda",
         has_gpu_driver=any(Path("/dev").glob("nvidia[0-9]*")),
         cuda=torch.version.cuda,
         backends=_backends(),
@@ -140,13 +143,18 @@ def _size_of(folder: str) -> int | None:
 
 
 def _gpus() -> list[Gpu]:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
-    for index in range(num_gpus):
-        properties: Any = torch.cuda.get_device_properties(index)
-        others = (other for other in range(num_gpus) if other != index)
-        unreachable = [o for o in others if not torch.cuda.can_device_access_peer(index, o)]
-        found.append(Gpu(properties.name, properties.total_memory, unreachable))
+    kind, number, found = accelerator(), num_accelerators(), []
+    for index in range(number):
+        module: Any = torch.get_device_module(kind)
+        name, memory, unreachable = f"{kind} device", None, []
+        with suppress(AttributeError, RuntimeError):
+            name = module.get_device_name(index)
+        with suppress(AttributeError, RuntimeError):
+            _, memory = torch.accelerator.get_memory_info(index)
+        if kind == "cuda":
+            others = (other for other in range(number) if other != index)
+            unreachable = [o for o in others if not torch.cuda.can_device_access_peer(index, o)]
+        found.append(Gpu(name, memory, unreachable))
     return found
 
 

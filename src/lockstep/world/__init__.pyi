@@ -1,5 +1,10 @@
 from .apart import keepers as keepers
 from .apart import watch_optimizers as watch_optimizers
+from .devices import accelerator as accelerator
+from .devices import backend_of as backend_of
+from .devices import choose_backend as choose_backend
+from .devices import choose_device as choose_device
+from .devices import num_accelerators as num_accelerators
 from .environment import Placement as Placement
 from .environment import Starter as Starter
 from .environment import allocator_environment as allocator_environment
@@ -19,8 +24,6 @@ from .rendezvous import first_line as first_line
 from .rendezvous import use_store_of_run as use_store_of_run
 from .world import World as World
 from .world import as_rank as as_rank
-from .world import choose_backend as choose_backend
-from .world import choose_device as choose_device
 from .world import group_or_all as group_or_all
 from .world import init as init
 from .world import this_rank as this_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import socket
@@ -17,11 +18,20 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm import SHM, THREADS, SingleRankGroup, rank_context, register_backends
+from lockstep.comm import THREADS, SingleRankGroup, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
 from lockstep.world.apart import look_at_the_end, watch_optimizers
+from lockstep.world.devices import (
+    accelerator,
+    choose_backend,
+    choose_device,
+    make_current,
+    num_accelerators,
+    one_kind,
+    usable_device,
+)
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment
 from lockstep.world.network import interface_towards
 from lockstep.world.rendezvous import claim, first_line, meet, roll_call
@@ -30,7 +40,6 @@ _log = logging.getLogger("lockstep")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 GLOO = "gloo"
-NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,13 @@ def init(
 
     Args:
         backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or
-            ``"shm"``. By default NCCL for GPUs, with Gloo for the CPU; without GPUs, memory that
-            the ranks of a host share. Should that fail, all ranks go on with Gloo, and a warning
-            says why.
-        device: Where this rank computes. By default ``cuda:local_rank`` where the host has a
-            GPU for each of its ranks, else the CPU.
+            ``"shm"``. By default that of the accelerators (NCCL for GPUs), with Gloo for the CPU;
+            on the CPU, memory that the ranks of a host share. Should that fail, all ranks go on
+            with Gloo, and a warning says why.
+        device: Where this rank computes. By default an accelerator of its own, such as
+            ``cuda:local_rank``, where each host has one for each of its ranks (CUDA, ROCm, XPU,
+            MPS, and what registers itself with torch), else the CPU; with fewer, a warning says so.
+            Without an index, such as ``"cuda"``, that of the local rank.
         timeout: How long to wait for the other ranks, here and in each collective; 10 minutes
             by default.
 
@@ -161,7 +172,9 @@ def _join_others(rank: RankContext, wanted: _Wanted) -> World:
     if place.starter is not Starter.NOTHING:
         with span("wait", "init"):  # what `lockstep status` tells of a rank that waits here
             return _join(rank, place, wanted)
-    return _world(place, _usable_device(place, (0, 1), wanted))
+    device = usable_device(place, (0, 1), wanted.device)
+    make_current(device)
+    return _world(place, device)
 
 
 def _world(place: Placement, device: torch.device, local: tuple[int, int] = (0, 1)) -> World:
@@ -207,39 +220,6 @@ def _checked_timeout(timeout: timedelta | None) -> timedelta:
     return timeout
 
 
-def choose_device(
-    local_rank: int, local_world_size: int, num_devices: int, one_device_per_task: bool
-) -> torch.device:
-    """A GPU of its own for each rank of the host, or the CPU for all of them."""
-    if one_device_per_task and num_devices == 1:
-        return torch.device("cuda", 0)
-    if num_devices >= local_world_size:
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def choose_backend(device: torch.device) -> str:
-    """NCCL for tensors on a GPU and Gloo for those on the CPU, which every model has some of.
-
-    Without GPUs, ranks of one host share memory.
-    """
-    return NCCL_AND_GLOO if device.type == "cuda" else SHM
-
-
-def _usable_device(place: Placement, local: tuple[int, int], wanted: _Wanted) -> torch.device:
-    """Return the device of this rank, and make it the current one."""
-    num_gpus = _num_cuda_devices()
-    device = wanted.device or choose_device(*local, num_gpus, place.one_device_per_task)
-    if device.type == "cuda":
-        if (device.index or 0) >= num_gpus:
-            raise BackendUnavailable(
-                f"init(device={str(device)!r}) was asked for, but there are {num_gpus} "
-                "GPUs here that torch can use. Leave 'device' out to let lockstep choose."
-            )
-        torch.cuda.set_device(device)
-    return device
-
-
 def _check_backend(backend: str | None) -> None:
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for part in backend.split(",") if backend is not None else ():
@@ -272,10 +252,6 @@ def _backend_map(backend: str) -> dict[str, str]:
     return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
 
 
-def _num_cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     device = wanted.device or torch.device("cpu")
     if not dist.is_initialized():
@@ -300,7 +276,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     store = dist.PrefixStore(rank.new_prefix(), store)
     hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
-    device = _usable_device(place, local, wanted)
+    device = _agreed_device(place, local, wanted, store)
     _create_group(place, device, wanted, store)
     atexit.register(_leave)
     return _world(place, device, local)
@@ -312,6 +288,36 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
         return place.local_rank, place.local_world_size
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     return here.index(place.rank), len(here)
+
+
+def _agreed_device(
+    place: Placement, local: tuple[int, int], wanted: _Wanted, store: dist.Store
+) -> torch.device:
+    """Make the device of this rank current and return it, when all ranks have told theirs.
+
+    Raises:
+        BackendUnavailable: On every rank, if one can't have the device that it wants, or if the
+            devices have no default backend together.
+    """
+    device, trouble = torch.device("cpu"), ""
+    try:
+        device = usable_device(place, local, wanted.device)
+    except BackendUnavailable as error:
+        trouble = str(error)
+    note = json.dumps([device.type, wanted.device is None, trouble])
+    notes = roll_call(dist.PrefixStore("devices", store), place, wanted.timeout, note)
+    kinds, chosen, troubles = zip(*map(json.loads, notes), strict=True)
+    for rank, told in enumerate(troubles):
+        if told:
+            raise BackendUnavailable(f"On rank {rank}: {told}")
+    if wanted.backend is None and one_kind(kinds, chosen) is None:
+        device = torch.device("cpu")
+        if place.rank == 0:
+            _log.warning(
+                "Ranks compute on the CPU: not every host has a device for each of its ranks."
+            )
+    make_current(device)
+    return device
 
 
 def _create_group(
@@ -376,9 +382,10 @@ def _from_existing_group(wanted: _Wanted) -> World:
     if all(note.startswith("1") for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
-    carries_cuda = "cuda" in _backend_map(str(dist.get_backend_config(group)))
-    num_devices = _num_cuda_devices() if carries_cuda else 0
-    device = wanted.device or choose_device(*local, num_devices, told.one_device_per_task)
+    kind = accelerator() or "cuda"
+    is_carried = kind in _backend_map(str(dist.get_backend_config(group)))
+    number = num_accelerators() if is_carried else 0
+    device = wanted.device or choose_device(*local, number, told.one_device_per_task, kind)
     return _world(place, device, local)
 
 

@@ -1,0 +1,155 @@
+"""Where ranks compute: accelerators, and the backends that carry their tensors to other ranks.
+
+What kind of accelerator there is, torch says: CUDA and ROCm (both are "cuda"), XPU, MPS, and what
+registers itself with torch, as NPUs do (PrivateUse1).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import SHM
+from lockstep.errors import BackendUnavailable
+from lockstep.world.environment import Placement
+
+_log = logging.getLogger("lockstep")
+_CPU = torch.device("cpu")
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator that torch can use here, such as "cuda"; None if there is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None and torch.accelerator.device_count() else None
+
+
+def num_accelerators() -> int:
+    """How many accelerators torch can use here."""
+    return torch.accelerator.device_count() if accelerator() is not None else 0
+
+
+def backend_of(kind: str) -> str | None:
+    """The backend of torch.distributed for tensors on devices of this kind; None if there is none.
+
+    Torch names one for MPS that doesn't carry its tensors.
+    """
+    try:
+        name = dist.get_default_backend_for_device(kind)
+    except ValueError:
+        return None
+    return name if kind in dist.Backend.backend_capability.get(name, []) else None
+
+
+def choose_backend(device: torch.device) -> str:
+    """That of an accelerator for its tensors, and Gloo for those on the CPU: models have some.
+
+    On the CPU, ranks of one host share memory.
+    """
+    name = backend_of(device.type) if device.type != "cpu" else None
+    return f"cpu:gloo,{device.type}:{name}" if name is not None else SHM
+
+
+def choose_device(
+    local_rank: int,
+    local_world_size: int,
+    num_devices: int,
+    one_device_per_task: bool,
+    kind: str = "cuda",
+) -> torch.device:
+    """An accelerator of its own for each rank of the host, or the CPU for all of them."""
+    if one_device_per_task and num_devices == 1:
+        return torch.device(kind, 0)
+    if num_devices >= local_world_size:
+        return torch.device(kind, local_rank)
+    return _CPU
+
+
+def usable_device(
+    place: Placement, local: tuple[int, int], wanted: torch.device | None
+) -> torch.device:
+    """Return the device of this rank, by default one that :func:`choose_device` chooses.
+
+    ``local`` are the local rank and world size. Without an index, an accelerator is that of the
+    local rank, if each rank of the host can have its own.
+
+    Raises:
+        BackendUnavailable: If the device that is wanted isn't there, or no backend carries its
+            tensors to other ranks.
+    """
+    kind, number = accelerator(), num_accelerators()
+    local_rank, local_size = local
+    if wanted is None:
+        if kind is None:
+            return _CPU
+        if place.world_size > 1 and backend_of(kind) is None:
+            if place.rank == 0:
+                _log.warning("Ranks compute on the CPU: %s.", _no_backend(kind))
+            return _CPU
+        device = choose_device(local_rank, local_size, number, place.one_device_per_task, kind)
+        if device == _CPU and local_rank == 0:
+            _log.warning(
+                "Ranks compute on the CPU: this host has %s for %d ranks. Start %d of them to give "
+                "each a device of its own, or give init(device=...) to share one.",
+                *(_counted(number, kind), local_size, number),
+            )
+        return device
+    if wanted.type in ("cpu", "meta"):
+        return wanted
+    asked = f"init(device={str(wanted)!r}) was asked for, but"
+    if wanted.type != kind or (wanted.index or 0) >= number:
+        raise BackendUnavailable(
+            f"{asked} torch can use {_counted(number, kind)} here. Leave 'device' out to let "
+            "lockstep choose."
+        )
+    if place.world_size > 1 and backend_of(kind) is None:
+        raise BackendUnavailable(
+            f"{asked} {_no_backend(kind)}. Import the package that brings it, if there is one, or "
+            "leave 'device' out."
+        )
+    if wanted.index is None:
+        chosen = choose_device(local_rank, local_size, number, place.one_device_per_task, kind)
+        if chosen == _CPU:  # ranks share what is current
+            return torch.device(kind, torch.accelerator.current_device_index())
+        return chosen
+    return wanted
+
+
+def _counted(number: int, kind: str | None) -> str:
+    if kind is None:
+        return "no accelerator"
+    return f"{number} {kind} device{'s' if number != 1 else ''}"
+
+
+def _no_backend(kind: str) -> str:
+    return f"no backend of torch.distributed carries tensors of {kind} between ranks"
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the one on which tensors are made that name none."""
+    if device.type not in ("cpu", "meta") and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def one_kind(devices: Sequence[str], chosen: Sequence[bool]) -> str | None:
+    """Return the kind of all ranks' devices, or None if they have to take the CPU.
+
+    Args:
+        devices: The kind of each rank's device.
+        chosen: Of each, whether lockstep chose it.
+
+    Raises:
+        BackendUnavailable: If ranks were given devices of different kinds.
+    """
+    if len({*devices}) == 1:
+        return devices[0]
+    if all(chosen):
+        return None
+    kinds = {kind: devices.index(kind) for kind in devices}
+    named = " and ".join(f"{kind} on rank {rank}" for kind, rank in kinds.items())
+    raise BackendUnavailable(
+        f"The ranks' devices are of different kinds, {named}, which share no default backend. Give "
+        "init() devices of one kind on all ranks, or backend='gloo'."
+    )
