@@ -264,8 +264,8 @@ def _add_program(parser: _Parser) -> None:
     parser.option("-m", is_module, dest="module", action="store_true")
     parser.option(
         "-n --nprocs N",
-        "How many ranks to start on this host; by default one for each NVIDIA GPU, or 2 where there "
-        "is none.",
+        "How many ranks to start on this host; by default one for each NVIDIA GPU, or 2 where "
+        "there is none.",
     )
     parser.option(
         "--threads T",
