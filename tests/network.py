@@ -12,9 +12,11 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+FILES = Path("/etc/netns")  # what 'ip netns exec' shows in place of the files in /etc
 _numbers = itertools.count()
 
 
@@ -23,10 +25,27 @@ class Hosts:
 
     def __init__(self, names: list[str], switch: str) -> None:
         self._names, self._switch = names, switch
+        self._hostnames: dict[int, str] = {}
+
+    def rename(self, host: int, hostname: str, known: str) -> None:
+        """Call ``host`` so, and let it know these lines of /etc/hosts and no server of names."""
+        directory = FILES / self._names[host]
+        directory.mkdir(parents=True)
+        (directory / "hosts").write_text(known)
+        (directory / "resolv.conf").write_text("")
+        self._hostnames[host] = hostname
+
+    def add_address(self, host: int, address: str) -> None:
+        """Give the cable of ``host`` another address, such as 10.0.0.1/24."""
+        _ip("-n", self._names[host], "addr", "add", address, "dev", "cable")
 
     def on(self, host: int) -> list[str]:
         """What to write before a command to run it on ``host``."""
-        return ["ip", "netns", "exec", self._names[host]]
+        enter = ["ip", "netns", "exec", self._names[host]]
+        if host not in self._hostnames:
+            return enter
+        rename = 'hostname "$0" && exec "$@"'
+        return [*enter, "unshare", "--uts", "sh", "-c", rename, self._hostnames[host]]
 
     @staticmethod
     def address(host: int) -> str:
@@ -76,6 +95,7 @@ def hosts_of_a_network(number: int, versions: tuple[int, ...] = (4,)) -> Iterato
     finally:
         for name in (switch, *names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(FILES / name, ignore_errors=True)
 
 
 def _ip(*words: str) -> None:

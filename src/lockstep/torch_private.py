@@ -201,8 +201,14 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_timeout": "how long NCCL waits",
     },
     "torch.distributed.ProcessGroupGloo": {
+        "_Options": "how it is told the addresses to listen at",
         "_set_default_timeout": "torch calls it to set a group's timeout",
         "_set_sequence_number_for_group": "torch calls it before the first collective of a backend",
+    },
+    "torch.distributed.ProcessGroupGloo._Options": {
+        "_devices": "the addresses to listen at",
+        "_threads": "as many for each of them as torch has",
+        "_timeout": "as the constructor is told it",
     },
     "torch.distributed.Work": {
         "_source_rank": "the sender of a received message",

@@ -23,7 +23,6 @@ import lockstep
 from lockstep import errors
 from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world import world as world_module
-from lockstep.world.network import interface_towards
 from lockstep.world.rendezvous import meet, roll_call
 from lockstep.world.world import RankContext, _place_on_host
 from tests.launcher.bench import free_port
@@ -192,11 +191,6 @@ def test_gloo_stays_on_loopback_when_all_ranks_are_on_one_host(monkeypatch) -> N
     torch_variables(monkeypatch, 0, 1, free_port())
     lockstep.init()
     assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-
-
-def test_the_interface_towards_a_host() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no-such-host.invalid") is None
 
 
 def test_a_name_cannot_be_taken_before_the_ranks_come() -> None:

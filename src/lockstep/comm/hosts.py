@@ -11,12 +11,10 @@ Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -28,6 +26,7 @@ from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
 from lockstep.comm.failures import STORE_SECONDS, Deadline, answered
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
+from lockstep.comm.network import this_network
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import (
@@ -490,7 +489,4 @@ def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> li
 
 
 def _this_host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
-    return f"{kernel} {network} {os.geteuid()}"
+    return f"{this_network()} {os.geteuid()}"

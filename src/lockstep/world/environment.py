@@ -13,6 +13,7 @@ from lockstep.errors import InitError
 RUN_ID = "LOCKSTEP_RUN_ID"
 # "PORT:PATH": ranks told to use the store at this port use the store in this file instead.
 STORE = "LOCKSTEP_STORE"
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACE = "lo"
 
 # SLURM gives no port. Ports below those that Linux gives out at random (32768 and up) are free
@@ -179,9 +180,14 @@ def is_dumb_terminal(environ: Mapping[str, str]) -> bool:
     return environ.get("TERM", "dumb") == "dumb"
 
 
-def gloo_environment(interface: str | None = _LOOPBACK_INTERFACE) -> dict[str, str]:
+def gloo_environment(interface: str = _LOOPBACK_INTERFACE) -> dict[str, str]:
     """The variables that keep Gloo's sockets to one interface, by default loopback."""
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    return {GLOO_INTERFACES: interface}
+
+
+def gloo_interfaces(environ: Mapping[str, str]) -> list[str]:
+    """The network interfaces that Gloo is to use, as the user or a starter has named them."""
+    return [name for name in environ.get(GLOO_INTERFACES, "").split(",") if name]
 
 
 def allocator_environment() -> dict[str, str]:

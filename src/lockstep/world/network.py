@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import fcntl
+import ipaddress
 import os
 import select
+import selectors
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
+_SIOCGIFCONF = 0x8912  # Linux's request for all IPv4 addresses
+_IFREQ_BYTES = 40  # of each in its answer, on machines of 64 bits
 # Longer than networks are out of order that come back, and TCP waits a quarter of an hour.
 _SILENCE_SECONDS = 60
 
@@ -19,12 +27,16 @@ _SILENCE_SECONDS = 60
 def addresses() -> dict[str, str]:
     """The addresses of this host, each with the name of its network interface."""
     found = {}
+    room = array.array("B", bytes(1024 * _IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-                found[socket.inet_ntoa(answer[20:24])] = name
+        request = struct.pack("iL", len(room), room.buffer_info()[0])
+        with contextlib.suppress(OSError):  # a kernel without IPv4
+            num_bytes, _ = struct.unpack("iL", fcntl.ioctl(asking, _SIOCGIFCONF, request))
+            for start in range(0, num_bytes, _IFREQ_BYTES):
+                entry = bytes(room[start : start + _IFREQ_BYTES])
+                name = entry[:16].partition(b"\0")[0].decode(errors="replace")
+                # A second address may have a label, such as eth0:1.
+                found[socket.inet_ntoa(entry[20:24])] = name.partition(":")[0]
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
@@ -32,19 +44,89 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def interface_towards(host: str) -> str | None:
-    """The network interface from which this host reaches ``host``, or None if that is unknown.
+def is_ipv6(address: str) -> bool:
+    """Whether a numeric ``address`` is one of IPv6."""
+    return ":" in address
 
-    Gloo would listen at the address of this host's own name, which on many a machine is
-    127.0.0.1, where no other host can reach it. Shown by test_two_hosts_of_a_network.
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric ``address`` means, on every host, that host itself."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def is_local(address: str) -> bool:
+    """Whether other hosts can't go to a numeric ``address``, or need to be told an interface."""
+    return is_loopback(address) or (
+        is_ipv6(address) and ipaddress.ip_address(address).is_link_local
+    )
+
+
+def resolved(host: str, port: int) -> dict[str, tuple[socket.AddressFamily, Any]]:
+    """The numeric addresses of ``host``, each with its family and what sockets take for it.
+
+    Raises:
+        OSError: If the name isn't known.
     """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {
+        socket.getnameinfo(where, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]: (family, where)
+        for family, *_, where in found
+    }
+
+
+def own_address_towards(host: str, port: int) -> str | None:
+    """The numeric address from which this host reaches ``host``, or None if that is unknown."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        for family, where in resolved(host, port).values():
             # Connecting a datagram socket finds a route, and sends nothing.
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
-                return addresses().get(probe.getsockname()[0].partition("%")[0])
+                return str(probe.getsockname()[0]).partition("%")[0]
     return None
+
+
+def answering(
+    places: Collection[tuple[str, int]], seconds: float, enough: int | None = None
+) -> dict[tuple[str, int], str]:
+    """Of each of ``places``, numeric addresses and ports, why no connection can be made, or "".
+
+    All are tried at once, for so many seconds at most, or until ``enough`` have answered.
+    """
+    found = dict.fromkeys(places, f"no answer within {seconds:g} s")
+    deadline = time.monotonic() + seconds
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for place in places:
+            ((family, where),) = resolved(*place).values()
+            connection = stack.enter_context(socket.socket(family))
+            connection.setblocking(False)
+            number = connection.connect_ex(where)
+            if number == errno.EINPROGRESS:
+                selector.register(connection, selectors.EVENT_WRITE, place)
+            else:
+                found[place] = os.strerror(number) if number else ""
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                number = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                found[key.data] = os.strerror(number) if number else ""
+                selector.unregister(key.fileobj)
+            if enough is not None and list(found.values()).count("") >= enough:
+                break
+    return found
+
+
+def reached(host: str, port: int, seconds: float) -> str:
+    """The numeric address of ``host`` at which somebody listens at ``port``.
+
+    Raises:
+        OSError: If there is none, telling what was tried.
+    """
+    found = answering([(address, port) for address in resolved(host, port)], seconds, enough=1)
+    there = [address for (address, _), trouble in found.items() if not trouble]
+    if not there:
+        tried = (f"{address}: {trouble}" for (address, _), trouble in found.items())
+        raise ConnectionError("; ".join(tried))
+    return there[0]
 
 
 def end_on_silence(port: int) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm import THREADS, SingleRankGroup, rank_context, register_backends
+from lockstep.comm import THREADS, SingleRankGroup, bind_gloo, rank_context, register_backends
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
@@ -32,8 +32,15 @@ from lockstep.world.devices import (
     one_kind,
     usable_device,
 )
-from lockstep.world.environment import Placement, Starter, detect, gloo_environment
-from lockstep.world.network import interface_towards
+from lockstep.world.environment import (
+    Placement,
+    Starter,
+    detect,
+    gloo_environment,
+    gloo_interfaces,
+)
+from lockstep.world.network import addresses
+from lockstep.world.reach import HostsOfRun
 from lockstep.world.rendezvous import claim, first_line, meet, roll_call
 
 _log = logging.getLogger("lockstep")
@@ -263,23 +270,34 @@ def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World
 
 
 def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
-    variables: dict[str, str] = {}
-    if place.on_one_host:
-        variables = gloo_environment()
-    elif place.master is not None:
-        variables = gloo_environment(interface_towards(place.master[0]))
-    # In the environment for the children too, which are on the same host.
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
     store = meet(place, wanted.timeout)
     claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
     hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
     local = _place_on_host(place, hosts)
+    _choose_addresses(place, store, wanted.timeout)
     device = _agreed_device(place, local, wanted, store)
     _create_group(place, device, wanted, store)
     atexit.register(_leave)
     return _world(place, device, local)
+
+
+def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -> None:
+    """Have Gloo listen where all hosts of the run reach this one, or on loopback if it is alone."""
+    interface = gloo_environment()
+    bind_gloo([])
+    if not place.on_one_host and not (hosts := HostsOfRun(store, place, timeout)).is_one:
+        chosen = hosts.agree(gloo_interfaces(os.environ))
+        bind_gloo(chosen)
+        own = addresses()
+        names = [own.get(address, "") for address in chosen]
+        _log.info(
+            "Rank %d: Gloo listens at %s (%s)", place.rank, ", ".join(chosen), ",".join(names)
+        )
+        interface = gloo_environment(",".join(names))
+    # In the environment for the children too, which are on the same host.
+    for name, value in interface.items():
+        os.environ.setdefault(name, value)
 
 
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:

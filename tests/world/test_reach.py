@@ -1,0 +1,72 @@
+"""The choice of addresses, from what hosts offer and reach."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from lockstep.world.network import addresses, answering, own_address_towards, reached
+from lockstep.world.reach import _choice, _missing
+
+A = [[("10.0.0.1", 1), ("fd00::1", 2)]]
+B = [[("10.0.0.2", 3), ("fd00::2", 4)]]
+C = [[("fd00::3", 5)]]
+ALL = ["10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2", "fd00::3"]
+
+
+def test_choice_prefers_the_first_address_of_the_first_host() -> None:
+    assert _choice([A, B], [[[], ALL], [ALL, []]]) == [["10.0.0.1"], ["10.0.0.2"]]
+    turned = [A[0][::-1]]
+    assert _choice([turned, B], [[[], ALL], [ALL, []]]) == [["fd00::1"], ["fd00::2"]]
+
+
+def test_choice_is_of_the_version_that_all_hosts_have() -> None:
+    everything = [[ALL] * 3] * 3
+    assert _choice([A, B, C], everything) == [["fd00::1"], ["fd00::2"], ["fd00::3"]]
+
+
+def test_choice_takes_only_what_all_others_have_reached() -> None:
+    assert _choice([A, B], [[[], ALL], [["fd00::1"], []]]) == [["fd00::1"], ["fd00::2"]]
+    assert _choice([A, B], [[[], ["10.0.0.2"]], [["fd00::1"], []]]) is None
+
+
+def test_each_interface_has_an_address_of_its_own() -> None:
+    two = [[("10.0.0.1", 1)], [("10.1.0.1", 1)]]
+    others = [[("10.0.0.2", 1)], [("10.1.0.2", 1)]]
+    every = [["10.0.0.1", "10.1.0.1"], ["10.0.0.2", "10.1.0.2"]]
+    assert _choice([two, others], [every, every]) == every
+    assert _choice([two, others], [every, [["10.0.0.1"], []]]) is None
+
+
+def test_what_is_not_reached_is_told() -> None:
+    told = _missing(["a", "b"], [A, B], [[[], ["10.0.0.2"]], [["10.0.0.1", "fd00::1"], []]])
+    assert told == "host 0 (a) doesn't reach host 1 (b) at fd00::2"
+    assert "host 1 (b) has no address" in _missing(["a", "b"], [A, [[]]], [[[], []], [[], []]])
+
+
+def test_places_are_tried_at_once_and_each_says_why_it_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        places = [("127.0.0.1", port), ("127.0.0.2", port), ("203.0.113.9", port)]
+        began = time.monotonic()
+        found = answering(places, 1.0)
+        assert time.monotonic() - began < 30
+    assert found[places[0]] == ""
+    assert found[places[1]] == "Connection refused"
+    assert found[places[2]]
+
+
+def test_the_first_address_that_answers_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert reached("localhost", port, 5.0) == "127.0.0.1"
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1: Connection refused"):
+        reached("127.0.0.1", port, 5.0)
+
+
+def test_own_address_towards_a_host() -> None:
+    assert own_address_towards("127.0.0.1", 9) == "127.0.0.1"
+    assert own_address_towards("no-such-host.invalid", 9) is None
+    assert addresses()["127.0.0.1"] == "lo"
