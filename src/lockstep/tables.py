@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.printable import printable
+
 # Texts are wrapped at spaces, and folded only where a word is longer than this.
 _SHORTEST_TEXT = 12
 _NARROWEST = 20
@@ -42,7 +44,8 @@ class FittedTable:
 
     Args:
         columns: The headings.
-        rows: The cells, plain text. Those of the first column stand before each part of the table.
+        rows: The cells, plain text of whatever origin. Those of the first column stand before each
+            part of the table.
         title: Its title.
         texts: The indices of columns with text, which may be wrapped; others have numbers.
         has_rule: Whether there is a line below the headings, and a space around the table.
@@ -59,7 +62,7 @@ class FittedTable:
     ) -> None:
         self._title, self._has_rule = title, has_rule
         self._columns = [
-            _Column(heading, [row[index] for row in rows], index in texts)
+            _Column(heading, [printable(row[index]) for row in rows], index in texts)
             for index, heading in enumerate(columns)
         ]
 

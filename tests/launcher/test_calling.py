@@ -274,3 +274,12 @@ def test_launch_within_a_rank(bench: Bench) -> None:
         return launch(lambda inner: tens + inner.rank)
 
     assert launch(outer) == [[0, 1], [10, 11]]
+
+
+def test_logs_are_not_written_through_links(bench: Bench) -> None:
+    victim = bench.script("kept", "victim")
+    (bench.directory / "logs").mkdir()
+    (bench.directory / "logs" / "rank-1.log").symlink_to(victim)
+    with pytest.raises(BadLaunch, match=r"rank-1\.log: It is a link, to a file elsewhere"):
+        launch(_good, log_dir=bench.directory / "logs")
+    assert victim.read_text() == "kept"

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
+from lockstep.folders import open_own
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
 from lockstep.status import now
@@ -231,11 +232,13 @@ def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
         return {}
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        paths = {rank: Path(directory) / f"rank-{rank}.log" for rank in ranks}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        return {rank: os.open(path, flags, 0o666) for rank, path in paths.items()}
+        files = {rank: open_own(Path(directory) / f"rank-{rank}.log") for rank in ranks}
+        for file in files.values():
+            os.ftruncate(file, 0)
+        return files
     except OSError as error:
+        where = f"{error.filename}: " if error.filename not in (None, directory) else ""
         raise BadLaunch(
-            f"The logs can't be kept in {directory}: {error.strerror}. Give --log-dir a directory "
-            "that exists, or can be created, and can be written to."
+            f"The logs can't be kept in {directory}: {where}{error.strerror}. Give --log-dir a "
+            "directory that exists, or can be created, and can be written to."
         ) from error

@@ -1,0 +1,188 @@
+"""Folders in which other users may put links, pipes and files of theirs; and files in them.
+
+Whoever may write to a folder can put a link where we are about to write, to a file of ours that is
+elsewhere. So a file is made anew, and never through a link; and what is read is a regular file, as
+a pipe would keep its reader for ever. The path of a folder is its user's: that may be a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """An open folder. It stays this one if its path gets to be that of another.
+
+    Args:
+        path: Its path; or its name, in the folder ``within``, where it may not be a link.
+        within: The folder around it.
+
+    Raises:
+        OSError: If there is none.
+    """
+
+    def __init__(self, path: Path, within: Folder | None = None) -> None:
+        self.path, flags = path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._descriptor = -1
+        if within is not None:
+            self.path = within.path / path
+            self._descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=within._descriptor)
+        else:
+            self._descriptor = os.open(path, flags)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; nothing can be done with it any more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def is_at_its_path(self) -> bool:
+        """Whether its path leads to it, which it doesn't if it was renamed or removed."""
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def names(self) -> list[str]:
+        """The names in it."""
+        return os.listdir(self._descriptor)
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name, be it a link that leads nowhere."""
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make(self, name: str) -> Folder:
+        """Make a folder in it."""
+        with _naming(self.path / name):
+            os.mkdir(name, dir_fd=self._descriptor)
+            return Folder(Path(name), within=self)
+
+    def new_file(self, name: str) -> BinaryIO:
+        """Make a file to write to, where there was nothing."""
+        with _naming(self.path / name):
+            return os.fdopen(os.open(name, _NEW, 0o666, dir_fd=self._descriptor), "wb")
+
+    def open_file(self, name: str) -> int:
+        """Return the descriptor of a regular file, to read; the file may be behind a link."""
+        with _naming(self.path / name):
+            return open_regular(name, dir_fd=self._descriptor)
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a regular file."""
+        with os.fdopen(self.open_file(name), "rb") as file:
+            return file.read()
+
+    def open_lock(self, name: str) -> int:
+        """Return the descriptor of a file to lock, and to write to; it is made if need be.
+
+        Raises:
+            OSError: If it is a link, not a regular file, or has other names, behind any of which
+                may be a file that nobody meant to overwrite.
+        """
+        with _naming(self.path / name):
+            return open_own(name, os.O_RDWR, dir_fd=self._descriptor)
+
+    def rename(self, name: str, to: str) -> None:
+        """Rename what is in it; a link, not what it leads to."""
+        with _naming(self.path / to):
+            ours = self._descriptor
+            os.rename(name, to, src_dir_fd=ours, dst_dir_fd=ours)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or link, or a folder with all in it; what can't be removed is left."""
+        with suppress(OSError):
+            if stat.S_ISDIR(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
+            else:
+                os.unlink(name, dir_fd=self._descriptor)
+
+    def sync(self) -> None:
+        """Wait until the names in it are on the disk."""
+        with _naming(self.path):
+            os.fsync(self._descriptor)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors name the whole path; those of a folder's descriptor name what is in it alone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
+def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
+    """Return the descriptor of a regular file, to read.
+
+    Raises:
+        OSError: If it can't be opened, or is a pipe, a device, a socket or a folder.
+    """
+    # A pipe is opened without waiting for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        _checked_regular(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_own(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None = None) -> int:
+    """Return the descriptor of a file to write to, which has what it had; it is made if need be.
+
+    Raises:
+        OSError: If it can't be opened, is a link, no regular file, or has other names too: behind
+            those may be a file that nobody meant to overwrite.
+    """
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "It is a link, to a file elsewhere", str(path)) from error
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "It is a pipe or a socket, not a file", str(path)) from error
+        raise
+    try:
+        if _checked_regular(descriptor).st_nlink != 1:
+            raise OSError(errno.EMLINK, "It is a file that has other names too", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _checked_regular(descriptor: int) -> os.stat_result:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, f"It is {_what_is(found.st_mode)}, not a file")
+    return found
+
+
+def _what_is(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")

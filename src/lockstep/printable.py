@@ -1,0 +1,17 @@
+"""Text that others wrote, such as names in a file or of a host, made fit for a terminal."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with what a terminal would obey, or not show, as Python's escapes.
+
+    Escape sequences may move the cursor, rename a window, or paint over lines; ``\x1b[2J`` is
+    returned as these seven characters. Rich's markup isn't escaped: give it ``Text(printable(x))``.
+    """
+    if text.isprintable():
+        return text
+    # A lone surrogate, which is how Python reads a byte that isn't UTF-8, can't be written at all.
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

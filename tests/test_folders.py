@@ -1,0 +1,111 @@
+"""Files are made anew and never through links; what is read is a regular file."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.folders import Folder, open_own, open_regular
+from lockstep.printable import printable
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(victim_beside(path))
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+def a_hard_link(path: Path) -> None:
+    path.hardlink_to(victim_beside(path))
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.close()
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def victim_beside(path: Path) -> Path:
+    return path.parent / "victim"
+
+
+KINDS = [a_link, a_link_to_nothing, a_hard_link, a_pipe, a_socket, a_folder]
+
+
+@pytest.mark.parametrize("put", KINDS)
+def test_what_others_put_there_is_not_written_to(tmp_path: Path, put: Callable) -> None:
+    (tmp_path / "victim").write_text("kept")
+    put(tmp_path / "name")
+    before = sorted(tmp_path.iterdir())
+    folder = Folder(tmp_path)
+    for write in (
+        lambda: folder.new_file("name"),
+        lambda: folder.open_lock("name"),
+        lambda: open_own(tmp_path / "name"),
+    ):
+        with pytest.raises(OSError, match=r"File exists|It is a|Is a directory") as caught:
+            write()
+        assert caught.value.filename == str(tmp_path / "name")
+    assert (tmp_path / "victim").read_text() == "kept"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("put", [a_pipe, a_socket, a_folder])
+def test_what_is_no_file_is_not_read(tmp_path: Path, put: Callable) -> None:
+    put(tmp_path / "name")
+    with pytest.raises(OSError, match=r"It is a (pipe|folder), not a file|No such device"):
+        Folder(tmp_path).read("name")
+    with pytest.raises(OSError, match="It is a device, not a file"):
+        open_regular("/dev/zero")
+
+
+def test_a_folder_within_is_not_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        Folder(Path("link"), within=Folder(tmp_path))
+    Folder(tmp_path / "link").new_file("x").close()  # the user's own path may be one
+    assert (tmp_path / "elsewhere" / "x").exists()
+
+
+def test_a_folder_that_was_renamed_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    folder = Folder(tmp_path / "a")
+    assert folder.is_at_its_path()
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert not folder.is_at_its_path()
+    (tmp_path / "a").mkdir()
+    assert not folder.is_at_its_path()
+    folder.new_file("x").close()
+    assert (tmp_path / "b" / "x").exists()
+
+
+def test_removing_takes_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "x").touch()
+    (tmp_path / "link").symlink_to("victim")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "link").symlink_to("../victim")
+    folder = Folder(tmp_path)
+    for name in ("link", "own", "nothing"):
+        folder.remove(name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["victim", "x"]
+
+
+def test_a_terminal_gets_no_escapes_of_others() -> None:
+    assert printable("layer.weight ünï") == "layer.weight ünï"
+    assert printable("\x1b[2J\r\n\u202e\udcff[/nope]") == r"\x1b[2J\r\n\u202e\udcff[/nope]"
