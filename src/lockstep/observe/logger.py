@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import atexit
 import csv
+import errno
+import itertools
 import json
 import math
 import os
-import sys
+import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import IO, Any, SupportsFloat
 
 import torch
 
@@ -19,12 +23,15 @@ from lockstep import spans
 from lockstep.arguments import as_number, as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.errors import MissingExtra
+from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.status import in_a_second, in_time
 from lockstep.world import this_rank
 
 Values = Mapping[str, float]
 Sink = Callable[[int, Values], object]
 _SECONDS_BETWEEN_LINES = 10.0
+_MOST_IN_A_ROW = 1 << 20  # characters; a longer row would be taken for several
+_LOST = "What is logged from now on isn't written there."
 
 
 @uncompiled
@@ -92,6 +99,10 @@ def log_to(*sinks: str | os.PathLike[str] | Sink, lines: bool = True) -> None:
     Every rank may call it: only rank 0 writes, and a second call replaces the first. Files that
     exist are continued, as a program that goes on from a checkpoint needs it.
 
+    What can't be written, to a full disk or a folder that is gone say, doesn't end the program:
+    that is told of once, and nothing more is written there. So are functions left out from then on
+    that raise an OSError, as most do that reach no server; other errors are the program's.
+
     Args:
         *sinks: The name of a file that ends in ``.csv`` (a column for the step and one for each
             name) or ``.jsonl`` (an object in each line; NaN and infinity are ``null``); any other
@@ -101,31 +112,43 @@ def log_to(*sinks: str | os.PathLike[str] | Sink, lines: bool = True) -> None:
 
     Raises:
         TypeError: If a sink is neither a path nor callable.
-        OSError: If a file can't be written to.
+        FileExistsError: If what is to be a folder is a file.
         MissingExtra: If TensorBoard isn't installed.
     """
     made = [_sink_of(sink) for sink in sinks] if this_rank() == 0 else []
-    _logger.send_to(made, lines=lines)
+    _logger.send_to([sink for sink in made if sink is not None], lines=lines)
 
 
-def _sink_of(sink: object) -> Sink:
+def _sink_of(sink: object) -> Sink | None:
+    """Return what writes to ``sink``; None if it can't be written to."""
     if callable(sink):
         return sink
     if not isinstance(sink, str | os.PathLike):
         raise TypeError(refusal("A sink of log_to()", sink, "a path or a function"))
     path = Path(sink)
-    suffix = path.suffix.lower()
-    if suffix not in (".csv", ".jsonl"):
-        return _TensorBoard(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _Csv(path) if suffix == ".csv" else _JsonLines(path)
+    kinds: dict[str, Callable[[Path], Sink]] = {".csv": _Csv, ".jsonl": _JsonLines}
+    with only_observing(f"log_to() can't write to {path}", _LOST):
+        return kinds.get(path.suffix.lower(), _TensorBoard)(path)
+    return None
+
+
+def _opened(path: Path, mode: str) -> IO[str]:
+    """Open a file whose writes are at once, and don't wait: it may be a pipe."""
+    make_folder(path.parent)
+    opener = partial(_open_without_waiting, 0o666)
+    return open(path, mode, buffering=1, newline="", opener=opener)
+
+
+def _open_without_waiting(mode: int, path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, mode)
 
 
 class _JsonLines:
     """Writes an object in each line of a file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115
+        self.path = path
+        self._file = _opened(path, "a")
         self.close = self._file.close
 
     def __call__(self, step: int, values: Values) -> None:
@@ -137,10 +160,15 @@ class _Csv:
     """Writes rows to a file, which is written anew when there is a column more."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "a+", buffering=1, newline="")  # noqa: SIM115
-        self._file.seek(0)
-        self._columns = next(csv.reader(self._file), [])
+        self.path = path
+        self._file = _opened(path, "a+")
+        try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise OSError(errno.ENOTSUP, "it is no file")
+            self._columns = next(self._rows(), [])
+        except OSError:
+            self._file.close()
+            raise
         self._file.seek(0, os.SEEK_END)
 
     def __call__(self, step: int, values: Values) -> None:
@@ -153,18 +181,31 @@ class _Csv:
     def close(self) -> None:
         self._file.close()
 
+    def _rows(self) -> Iterator[list[str]]:
+        """Yield the rows of the file, the heading first."""
+        self._file.seek(0)
+        lines = iter(partial(self._file.readline, _MOST_IN_A_ROW), "")
+        try:
+            yield from csv.reader(lines)
+        except (csv.Error, UnicodeError) as error:
+            raise OSError(errno.EINVAL, f"what it has can't be continued ({error})") from error
+
     def _add(self, columns: list[str]) -> None:
         self._columns += columns
-        self._file.seek(0)
-        rows = [*csv.reader(self._file)][1:]
+        temporary = self.path.with_suffix(".csv.tmp")
+        try:
+            with open(temporary, "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(self._columns)
+                rows = itertools.islice(self._rows(), 1, None)
+                writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+            os.replace(temporary, self.path)
+        except OSError:  # what there was is kept
+            with suppress(OSError):
+                temporary.unlink()
+            raise
         self._file.close()
-        temporary = self._path.with_suffix(".csv.tmp")
-        with open(temporary, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(self._columns)
-            writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
-        os.replace(temporary, self._path)
-        self._file = open(self._path, "a+", buffering=1, newline="")  # noqa: SIM115
+        self._file = _opened(self.path, "a+")
 
 
 class _TensorBoard:
@@ -179,6 +220,8 @@ class _TensorBoard:
                 "it by: pip install 'torch-lockstep[tensorboard]'. A name that ends in .csv or "
                 ".jsonl needs nothing."
             ) from error
+        make_folder(folder)
+        self.path = folder
         self._writer: Any = SummaryWriter(str(folder))
         self.close = self._writer.close
 
@@ -204,7 +247,8 @@ class _Logger:
             former, self._sinks, self._lines = self._sinks, sinks, lines
             for sink in former:
                 if isinstance(sink, _Csv | _JsonLines | _TensorBoard):
-                    sink.close()
+                    with only_observing(f"log_to() can't write to {sink.path}", _LOST):
+                        sink.close()
 
     def log(self, values: dict[str, float], step: int | None, total: int | None) -> None:
         with self._lock:
@@ -215,11 +259,22 @@ class _Logger:
                 spans.recorder.log(values)
             if spans.status is not None:
                 spans.status.log(step, self._total, values)
-            for sink in self._sinks:
-                sink(step, values)
+            for sink in [*self._sinks]:
+                try:
+                    sink(step, values)
+                except OSError as error:
+                    self._leave_out(sink, error)
             if self._lines and (spans.status is None or not spans.status.is_shown):
                 self._unprinted |= values
                 self._print_at_times(step)
+
+    def _leave_out(self, sink: Sink, error: OSError) -> None:
+        self._sinks.remove(sink)
+        name = getattr(sink, "path", None) or getattr(sink, "__qualname__", type(sink).__name__)
+        give_up(f"log_to() can't write to {name}", error, _LOST)
+        if isinstance(sink, _Csv | _JsonLines | _TensorBoard):
+            with suppress(OSError):  # what could not be written can't be now
+                sink.close()
 
     def _print_at_times(self, step: int) -> None:
         now = spans.now() / 1e9
@@ -243,8 +298,8 @@ class _Logger:
             words.append(in_a_second(rate, "steps"))
             if self._total > step:
                 words.append(f"{in_time((self._total - step) / rate)} left")
-        print("  ".join(words), file=sys.stderr)
-        self._printed, self._unprinted = (now, step), {}
+        if write_line("  ".join(words)):
+            self._printed, self._unprinted = (now, step), {}
 
 
 _logger = _Logger()

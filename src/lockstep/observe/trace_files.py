@@ -15,6 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,20 @@ def _complete(
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": args}
 
 
+def remove_json(folder: Path, rank: int) -> None:
+    """Remove what an earlier trace of this rank has left beside its spans, if that can be done."""
+    for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 def drop_later_ranks(folder: Path, num_ranks: int) -> None:
-    """Remove what an earlier trace of more ranks has left."""
+    """Remove what an earlier trace of more ranks has left, if that can be done."""
     for path in folder.glob("rank-*.*"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= num_ranks:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def write_json(folder: Path, rank: int) -> None:
@@ -189,6 +198,11 @@ def _array(lines: Iterator[str]) -> Iterator[str]:
 
 def _replace(path: Path, parts: Iterator[str]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
-    with open(temporary, "w") as file:
-        file.writelines(parts)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.writelines(parts)
+        os.replace(temporary, path)
+    except BaseException:  # a full disk, mostly: leave the room to others
+        with suppress(OSError):
+            temporary.unlink()
+        raise

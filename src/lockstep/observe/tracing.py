@@ -16,10 +16,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -34,14 +34,20 @@ from lockstep.comm import uncompiled
 from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
 from lockstep.observe.evaluations import EvaluationWatch, watch_contexts
+from lockstep.observe.faults import Spool, only_observing
 from lockstep.observe.machine import memory_in_use
 from lockstep.observe.records import END_OF_EPOCH
-from lockstep.observe.trace_files import drop_later_ranks, merge, spool_of, write_json
+from lockstep.observe.trace_files import (
+    drop_later_ranks,
+    merge,
+    remove_json,
+    spool_of,
+    write_json,
+)
 from lockstep.torch_private import _BaseDataLoaderIter
 from lockstep.world import World, when_joined
 
 Steps = tuple[int, int]
-_BUFFER_BYTES = 1 << 20
 _WRITING_INTERVAL_NS, _MEMORY_INTERVAL_NS = 10_000_000, 500_000_000
 _MOST_LINES = 10_000  # that wait for the end of a step
 # What is over when a forward begins.
@@ -69,9 +75,12 @@ def trace(folder: str | os.PathLike[str], *, steps: Steps | None = None) -> Iter
         steps: The first step to record and the one after the last, from 0; by default all. A step
             ends with that of the program's first optimizer.
 
+    A file that can't be written, on a full disk say, ends the trace of that rank and not the
+    program: that is told of once, with what is lost.
+
     Raises:
         ValueError: If ``steps`` aren't two such numbers, or a trace is being recorded already.
-        OSError: If the folder can't be written to.
+        FileExistsError: If the folder is a file.
     """
     from lockstep.world import init
 
@@ -96,28 +105,32 @@ def _checked(steps: Steps | None) -> Steps | None:
 @contextmanager
 def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_RankTrace]:
     """Record as rank ``rank``, which need not have joined the others yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(spool_of(folder, rank), "ab", buffering=_BUFFER_BYTES) as file:
-        own = _RankTrace(file, rank, steps)
+    what, lost = f"rank {rank}'s trace", "What this rank does from now on isn't recorded."
+    with closing(Spool(spool_of(folder, rank), what, lost)) as spool:
+        own = _RankTrace(spool, rank, steps)
         _process.add(own)
         try:
             # Not before: a trace that this rank is recording already may have these files.
-            file.truncate(0)
-            for path in (folder / "trace.json", folder / f"rank-{rank}.json"):
-                path.unlink(missing_ok=True)
+            spool.empty()
+            if spool.is_open:
+                remove_json(folder, rank)
             yield own
         finally:
             _process.remove(own)
             own.write()
-    write_json(folder, rank)
-    merge(folder)
+            is_whole = spool.is_open
+    if is_whole:  # otherwise it was told what is missing, and report makes JSON of the rest
+        lost = f"'lockstep report {folder}' makes them of the spans, where there is room."
+        with only_observing(f"The JSON files of {what} can't be written to {folder}", lost):
+            write_json(folder, rank)
+            merge(folder)
 
 
 class _RankTrace:
     """The spans of one rank, and the file that takes them, one in a line: a Recorder."""
 
-    def __init__(self, file: BinaryIO, rank: int, steps: Steps | None) -> None:
-        self._file = file
+    def __init__(self, spool: Spool, rank: int, steps: Steps | None) -> None:
+        self._spool = spool
         # The words of each line that is yet to be written. A line costs less among many, and after
         # a step: between two operations of a model, every call takes memory out of the caches.
         self._lines: deque[tuple[object, ...]] = deque()
@@ -151,7 +164,7 @@ class _RankTrace:
     def join(self, world: World) -> None:
         """The rank has joined the others: note how many there are, and compare clocks."""
         if world.rank == 0:
-            drop_later_ranks(Path(self._file.name).parent, world.world_size)
+            drop_later_ranks(self._spool.path.parent, world.world_size)
         facts: dict[str, Any] = {"world_size": world.world_size, "device": str(world.device)}
         facts |= {"local_world_size": world.local_world_size, "cores": num_cores()}
         self._device = world.device
@@ -166,8 +179,7 @@ class _RankTrace:
         """Write the lines; other threads may add some meanwhile."""
         number = len(self._lines)
         lines = [" ".join(map(str, self._lines.popleft())) + "\n" for _ in range(number)]
-        self._file.write("".join(lines).encode())
-        self._file.flush()
+        self._spool.write("".join(lines).encode())
 
     def log(self, values: Mapping[str, float]) -> None:
         if self._is_on:
@@ -215,7 +227,7 @@ class _RankTrace:
 
     @property
     def _is_on(self) -> bool:
-        return self._first <= self.step < self._stop
+        return self._first <= self.step < self._stop and self._spool.is_open
 
     def begin(self, name: str) -> bool:
         open_spans = self._open.setdefault(threading.get_ident(), [])
