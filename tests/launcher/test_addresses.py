@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,14 +36,14 @@ def run_on(
     endpoint: str,
     *options: Sequence[object],
     environs: Sequence[Mapping[str, str]] = ({}, {}),
-    seconds: int = 60,
+    text: str = TOTAL,
 ) -> list[tuple[int, str, str]]:
     """The exit status and output of a launcher on each of the ``hosts``, of two ranks each."""
-    script = bench.script(TOTAL)
+    script = bench.script(text)
     runs = [
         subprocess.Popen(
             [*hosts.on(host), sys.executable, "-m", "lockstep", "run", "-n", "2",
-             "--nnodes", str(len(environs)), "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30",
+             "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30",
              *map(str, options[host] if options else ["--node-rank", host]), str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -56,7 +57,7 @@ def run_on(
         for run in runs:
             stack.callback(run.kill)
         for run in runs:
-            out, err = run.communicate(timeout=seconds)
+            out, err = run.communicate(timeout=60)
             ended.append((run.returncode, out, err))
     return ended
 
@@ -95,3 +96,85 @@ def test_address_that_both_hosts_have_is_no_way_from_one_to_the_other(bench: Ben
             hosts.add_address(host, "172.17.0.1/16")
         endpoint = f"{hosts.address(0)}:29500"
         check(run_on(bench, hosts, endpoint), [hosts.address(host) for host in range(2)])
+
+
+# How host 0 is called, what the hosts know of names, and the endpoint: what others were bitten by.
+RESOLVERS = {
+    "no DNS": ("first", ("", ""), "{0}"),
+    "its own name is at 127.0.1.1": ("first", ("127.0.1.1 first", "{0} first"), "first"),
+    "its own name is at ::1": ("first", ("::1 first", "{0} first"), "first"),
+    "its name is one for the other direction": (
+        "1.0.0.127.in-addr.arpa", ("127.0.0.1 1.0.0.127.in-addr.arpa", ""), "{0}",
+    ),
+    "its name is that of ip6.arpa": (
+        "1.0.0.0.ip6.arpa", ("::1 1.0.0.0.ip6.arpa", "{0} 1.0.0.0.ip6.arpa"), "1.0.0.0.ip6.arpa",
+    ),
+    "its name is a number": ("12345", ("", ""), "{0}"),
+    "its name is localhost": ("localhost", ("127.0.0.1 localhost\n::1 localhost", ""), "{0}"),
+    "its name has both versions": ("first", ("{0} first\n{6} first",) * 2, "first"),
+    "its name has one on each": ("first", ("{0} first", "{6} first\n{0} first"), "first"),
+    "its name means others too": ("first", ("192.0.2.1 first\n{0} first",) * 2, "first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "numbered"), [(case, number % 2 == 0) for number, case in enumerate(RESOLVERS)]
+)
+def test_whatever_names_resolve_to(bench: Bench, case: str, numbered: bool) -> None:
+    with hosts_of_a_network(2, (4, 6)) as hosts:
+        name, known, endpoint = RESOLVERS[case]
+        places = {"0": hosts.address(0), "6": hosts.address6(0)}
+        for host in range(2):
+            lines = known[host].replace("{0}", places["0"]).replace("{6}", places["6"])
+            hosts.rename(host, name if host == 0 else "second", f"{lines}\n")
+        endpoint = endpoint.replace("{0}", places["0"])
+        options = ([], []) if not numbered else (["--node-rank", 0], ["--node-rank", 1])
+        ended = run_on(bench, hosts, f"{endpoint}:29500", *options)
+        for status, out, err in ended:
+            assert status == 0, err
+            assert out.count(" 10.0 ") == 2
+            assert "127.0" not in out
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "127.0.0.1", "[::1]"])
+def test_loopback_is_refused_at_once_with_the_right_addresses(bench: Bench, endpoint: str) -> None:
+    with hosts_of_a_network(2, (4, 6)) as hosts:
+        for host, (status, _, err) in enumerate(run_on(bench, hosts, f"{endpoint}:29500")):
+            assert f"don't reach {endpoint}:29500, which means this host itself" in err
+            assert f"{hosts.address(host)} (cable)" in err
+            assert (status, "Traceback" in err) == (2, False)
+
+
+def test_name_of_another_host_than_host_0_is_refused_at_once(bench: Bench) -> None:
+    with hosts_of_a_network(1) as hosts:
+        hosts.rename(0, "second", "127.0.1.1 second\n")
+        options = ["--node-rank", 1]
+        ((status, _, err),) = run_on(bench, hosts, "second:29500", options, environs=({},))
+        assert "don't reach second:29500, which means this host itself" in err
+        assert (status, "Traceback" in err) == (2, False)
+
+
+@pytest.mark.parametrize("interface", ["nope", "cable,nope", "lo"])
+def test_interface_that_does_not_fit_is_told(bench: Bench, interface: str) -> None:
+    with hosts_of_a_network(2) as hosts:
+        environs = ({"GLOO_SOCKET_IFNAME": interface}, {})
+        ended = run_on(bench, hosts, f"{hosts.address(0)}:29500", environs=environs)
+        said = "GLOO_SOCKET_IFNAME names 'nope', but host"
+        if interface == "lo":
+            said = f"host 0 ({socket.gethostname()}) has no address for others"
+        for status, _, err in ended:
+            assert status == 1
+            assert said in err
+
+
+def test_surplus_host_is_told_and_the_others_go_on(bench: Bench) -> None:
+    with hosts_of_a_network(3) as hosts:
+        text = f"{TOTAL}\n    import time; time.sleep(8)\n"
+        environs = ({}, {}, {})
+        options = ([], [], [])
+        ended = run_on(
+            bench, hosts, f"{hosts.address(0)}:29500", *options, environs=environs, text=text
+        )
+        assert sorted(status for status, _, _ in ended) == [0, 0, 2]
+        (told,) = (err for status, _, err in ended if status == 2)
+        assert "There are 2 hosts at 10.77.0.1:29500 without this one" in told

@@ -9,40 +9,30 @@ store, as with torchrun: the endpoint belongs in a network that its users trust.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline, answered
+from lockstep.comm import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.agreement import Agreement
+from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.world import (
     Placement,
     Starter,
-    addresses,
     connection_from,
-    end_on_silence,
-    first_line,
     own_end,
     rank_environment,
 )
 
-_BACKLOG = 1024  # every rank may connect before the store accepts the first
 _ANY_PORT = 29500  # torch's own default
-_CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
-_OWN_SECONDS = 2.0  # the same, of the host that keeps it
-_RETRY_SECONDS = 0.2
-_STORE_TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
 
 
@@ -92,17 +82,18 @@ class Host:
     def _meet(self, meeting: Meeting, size: int) -> Placement:
         """The placement of the first rank on this host of several."""
         self._num_hosts, deadline = meeting.num_hosts, Deadline(meeting.timeout_seconds)
-        self._held = _hold_store(meeting)
-        # Of the others, the client has no threads.
-        self._store = dist.PrefixStore("lockstep", self._held or _connect(meeting, deadline))
+        company = Company(meeting)
+        # Held open as long as this is; of the others, the client has no threads.
+        self._endpoint = endpoint = reach_endpoint(meeting, deadline, company)
+        self._store = dist.PrefixStore("lockstep", endpoint.store)
         try:
             self._number = self._take_number(meeting)
             self._store.set(f"name/{self._number}", socket.gethostname())
             Agreement.show_life(self._store, self._number)
-            end = own_end(meeting.port) if self._held is None else ""
+            end = "" if endpoint.is_held else own_end(meeting.port)
             self._store.set(f"end/{self._number}", end)
             self._store.set(f"size/{self._number}", str(size))
-            sizes = self._wait_for_sizes(meeting, deadline)
+            sizes = self._wait_for_sizes(meeting, deadline, company)
             keys = [f"name/{host}" for host in range(self._num_hosts)]
             names = [name.decode(errors="replace") for name in self._store.multi_get(keys)]
             lines = self._lines(meeting.port)
@@ -116,7 +107,7 @@ class Host:
         patience_seconds = meeting.host_timeout_seconds
         self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
         self.notice = self._agreement.notice
-        first, master = sum(sizes[: self._number]), (meeting.address, meeting.port)
+        first, master = sum(sizes[: self._number]), (endpoint.address, meeting.port)
         return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
 
     def _lines(self, port: int) -> dict[int, socket.socket]:
@@ -137,7 +128,7 @@ class Host:
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._held is not None else 1, self._num_hosts)
+        free = range(0 if self._endpoint.is_held else 1, self._num_hosts)
         for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
@@ -148,17 +139,19 @@ class Host:
             "another --node-rank, or none of them any."
         )
 
-    def _wait_for_sizes(self, meeting: Meeting, deadline: Deadline) -> list[int]:
+    def _wait_for_sizes(self, meeting: Meeting, deadline: Deadline, company: Company) -> list[int]:
         """The number of ranks on each host."""
         missing = hosts = list(range(meeting.num_hosts))
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
+            if self._endpoint.is_held and len(missing) == meeting.num_hosts - 1:
+                company.check(is_held=True)
             if not deadline.left():
                 raise LaunchError(
                     f"{len(hosts)} hosts didn't meet at {meeting.endpoint} within "
                     f"{meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
-                    f"{_own_addresses()}"
+                    f"{own_addresses()}"
                 )
             time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
@@ -183,90 +176,3 @@ def _free_port() -> tuple[str, int]:
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as free:
         return "127.0.0.1", free.getsockname()[1]
     return "127.0.0.1", _ANY_PORT  # a host without such an address
-
-
-def _hold_store(meeting: Meeting) -> dist.TCPStore | None:
-    """Hold the store open on host 0 or, of hosts without numbers, the one that can bind there."""
-    if meeting.host not in (0, None):
-        return None
-    where = (meeting.address, meeting.port)
-    find = partial(socket.getaddrinfo, *where, type=socket.SOCK_STREAM)
-    try:
-        family, *_, address = answered(find, meeting.timeout_seconds)[0]
-        try:
-            listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if meeting.host is None or error.errno != errno.EADDRNOTAVAIL:
-                raise
-            # The others may know this host by an address that only a router has.
-            listener = socket.create_server(("", meeting.port), family=family, backlog=_BACKLOG)
-        return _open_store(listener)
-    except (OSError, RuntimeError) as error:
-        if meeting.host is None:  # it is another host's, or another launcher's of this one
-            return None
-        raise LaunchError(
-            f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: "
-            f"{_reason(error)}. Give a name or an address of this host and a port that is free."
-            f"{_own_addresses()}"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)
-
-
-def _own_addresses() -> str:
-    """A sentence, for whom an address was mistyped."""
-    own = ", ".join(f"{address} ({name})" for address, name in addresses().items())
-    return f" The addresses of this host, {socket.gethostname()}, are {own or 'none'}."
-
-
-def _open_store(listener: socket.socket) -> dist.TCPStore:
-    """A store, which has threads, at this address alone; by itself it binds all interfaces.
-
-    Raises:
-        OSError: If this host can't reach itself there.
-        RuntimeError: If the store can't be opened.
-    """
-    address, port, *_ = listener.getsockname()
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
-    try:
-        # The store's own attempts handle no signal, and warn of each that fails.
-        socket.create_connection((address, port), timeout=_OWN_SECONDS).close()
-    except OSError as error:
-        listener.close()
-        raise ConnectionError(
-            f"this host doesn't reach itself at {address}: {error} ('ip link set lo up' may help)"
-        ) from error
-    opened = partial(dist.TCPStore, address, port, is_master=True, timeout=_STORE_TIMEOUT)
-    descriptor = listener.detach()
-    opening = partial(opened, wait_for_workers=False, master_listen_fd=descriptor)
-    return answered(opening, 2 * _CONNECT_SECONDS)
-
-
-def _connect(meeting: Meeting, deadline: Deadline) -> dist.TCPStore:
-    """Connect to the store, which may not be there yet."""
-    where, timeout = (meeting.address, meeting.port), timedelta(seconds=_CONNECT_SECONDS)
-
-    def connect() -> dist.TCPStore:
-        # The store's own attempts warn of each that fails.
-        socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
-        return dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=timeout)
-
-    while True:
-        try:
-            # In another thread, so that signals are handled, also while a name is looked up.
-            store = answered(connect, min(3 * _CONNECT_SECONDS, deadline.left() + 1))
-        except (OSError, RuntimeError) as error:
-            if not deadline.left():
-                raise LaunchError(
-                    f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "
-                    f"does within {meeting.timeout_seconds} seconds: {first_line(error)}. Is "
-                    "'lockstep run' given on the first host too, is the name right, and does no "
-                    f"firewall keep the port shut?{_own_addresses()}"
-                ) from error
-            time.sleep(_RETRY_SECONDS)
-        else:
-            store.set_timeout(_STORE_TIMEOUT)
-            end_on_silence(meeting.port)
-            return store

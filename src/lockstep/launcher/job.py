@@ -51,6 +51,11 @@ class Meeting(NamedTuple):
         address = f"[{self.address}]" if ":" in self.address else self.address
         return f"{address}:{self.port}"
 
+    @property
+    def mark(self) -> str:
+        """Begins the name of a file in memory that each launcher to meet at this port has."""
+        return f"lockstep-meeting-{self.port}-"
+
 
 class Job(NamedTuple):
     """The parameters of a supervisor: the program, the ranks of its host, and their output."""
@@ -230,6 +235,11 @@ def _meeting(
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BadLaunch(
             f"--rdzv-endpoint {rdzv_endpoint} isn't of the form HOST:PORT, as in first-host:29500."
+        )
+    if address.isdecimal():
+        raise BadLaunch(
+            f"--rdzv-endpoint {rdzv_endpoint} names a host by a number, which is looked up nowhere "
+            "but taken for an address of IPv4. Give the host's address."
         )
     return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds, silence)
 

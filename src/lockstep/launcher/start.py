@@ -31,7 +31,7 @@ from lockstep.launcher.job import (
     name_of,
 )
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
-from lockstep.world import allocator_environment
+from lockstep.world import allocator_environment, quiet_environment
 
 Result = TypeVar("Result")
 
@@ -72,7 +72,9 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     """A nameless file that holds ``job``, and the command and environment of its supervisor."""
     flush_standard_streams()
     # A file rather than a pipe: it takes any size before a reader exists.
-    descriptor = os.memfd_create("lockstep-job")
+    meeting = job.meeting
+    name = "lockstep-job" if meeting is None else f"{meeting.mark}{os.getpid()}"
+    descriptor = os.memfd_create(name)
     with open(descriptor, "wb", closefd=False) as file:
         pickle.dump(job, file)
         file.seek(0)
@@ -82,9 +84,10 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     flags = ((letter, getattr(sys.flags, name)) for name, letter in _FLAGS.items())
     options += ["-" + letter * times for letter, times in flags if times]
     command = [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
+    quiet = {} if meeting is None else quiet_environment()
     # The number of threads has to be there before torch is imported: OpenMP reads it once.
     own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
-    return descriptor, command, {**allocator_environment(), **os.environ, **own}
+    return descriptor, command, {**allocator_environment(), **quiet, **os.environ, **own}
 
 
 def launch(

@@ -52,8 +52,13 @@ def main() -> int:
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle(processes.ENDING_SIGNALS, lambda number, frame: os._exit(128 + number))
     processes.handle(processes.PASSED_SIGNALS, _tell_unheard)
-    with open(int(sys.argv[2]), "rb") as file:
+    descriptor = int(sys.argv[2])
+    with open(descriptor, "rb", closefd=False) as file:
         job: Job = pickle.load(file)
+    if job.meeting is None:  # else it shows other launchers on this host that this one is there
+        os.close(descriptor)
+    else:
+        os.set_inheritable(descriptor, False)
     del sys.argv[1:]
     if job.caller is not None:
         processes.end_with_parent(os.getppid(), signal.SIGTERM)

@@ -11,6 +11,7 @@ from .environment import allocator_environment as allocator_environment
 from .environment import detect as detect
 from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
+from .environment import quiet_environment as quiet_environment
 from .environment import rank_environment as rank_environment
 from .facts import Kept as Kept
 from .facts import Sample as Sample
@@ -19,7 +20,10 @@ from .network import addresses as addresses
 from .network import connection_from as connection_from
 from .network import end_on_silence as end_on_silence
 from .network import has_ended as has_ended
+from .network import is_loopback as is_loopback
 from .network import own_end as own_end
+from .network import reached as reached
+from .network import resolved as resolved
 from .rendezvous import first_line as first_line
 from .rendezvous import use_store_of_run as use_store_of_run
 from .world import World as World

@@ -202,6 +202,15 @@ def allocator_environment() -> dict[str, str]:
     return {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
+def quiet_environment() -> dict[str, str]:
+    """The variables with which torch's stores tell of lost connections by their errors alone.
+
+    By default each line that goes wrong is logged as well, with 20 lines of stack; with this, only
+    errors that torch logs are, such as those of NCCL's watchdog. Torch reads it when it is loaded.
+    """
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 def _with_slurm_step(place: Placement, environ: Mapping[str, str]) -> Placement:
     """``place`` with the hosts and GPUs of the step."""
     # "2(x3),1" tasks per node are [2, 2, 2, 1].

@@ -1,0 +1,237 @@
+"""The store at the endpoint where the launchers of several hosts meet.
+
+Host 0 holds it open, the others connect to it. Names are resolved here alone: from then on, the
+launchers and their ranks know the store by a numeric address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lockstep.comm import Deadline, answered
+from lockstep.errors import LaunchError
+from lockstep.launcher.job import Meeting
+from lockstep.status import files_in_memory
+from lockstep.world import addresses, end_on_silence, first_line, is_loopback, reached, resolved
+
+_BACKLOG = 1024  # every rank may connect before the store accepts the first
+_CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
+_OWN_SECONDS = 2.0  # the same, of the host that keeps it
+_RETRY_SECONDS = 0.2
+_STORE_TIMEOUT = timedelta(seconds=60)
+# Launchers of one host that are to meet on loopback are started together, by a script.
+_TOGETHER_SECONDS = 3.0
+_LOOK_SECONDS = 0.5
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+
+class Endpoint(NamedTuple):
+    """The store, and the numeric address at which it is for the ranks of this host."""
+
+    store: dist.TCPStore
+    address: str
+    is_held: bool  # whether this launcher holds it open
+
+
+def reach_endpoint(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint:
+    """Hold the store open on host 0 or, of hosts without numbers, the one that can listen there.
+
+    On the others, connect to it; it may not be there yet.
+
+    Raises:
+        LaunchError: If it can't be opened, or isn't there when the deadline ends.
+    """
+    if meeting.host in (0, None):
+        try:
+            return _open_store(_listener(meeting))
+        except (OSError, RuntimeError) as error:
+            # Without a number, it is another host's, or another launcher's of this one.
+            if meeting.host == 0:
+                reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
+                raise LaunchError(
+                    f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: {reason}. "
+                    "Give a name or an address of this host and a port that is free."
+                    f"{own_addresses()}"
+                ) from error
+    return _connect(meeting, deadline, company)
+
+
+def own_addresses() -> str:
+    """A sentence, for whom an address was mistyped."""
+    own = ", ".join(f"{address} ({name})" for address, name in addresses().items())
+    return f" The addresses of this host, {socket.gethostname()}, are {own or 'none'}."
+
+
+def _listener(meeting: Meeting) -> socket.socket:
+    """A socket that listens at the endpoint, as the other hosts reach it.
+
+    Raises:
+        OSError: If this host can't listen there.
+        NoAnswer: If the name isn't resolved in time.
+    """
+    find = partial(resolved, meeting.address, meeting.port)
+    found = answered(find, meeting.timeout_seconds)
+    listeners, errors = {}, []
+    for address, (family, where) in found.items():
+        try:
+            listeners[address] = socket.create_server(where, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            errors.append(error)
+    # Of a name that means several addresses here, or 127.0.1.1 as it may on the host of that name,
+    # the others may know any address. Those of localhost are for this host.
+    is_here = _is_this_host(meeting.address)
+    if listeners and (is_here or (len(listeners) == 1 and not _are_loopback(found))):
+        listener = next(iter(listeners.values()))
+        for other in set(listeners.values()) - {listener}:
+            other.close()
+        return listener
+    for other in listeners.values():
+        other.close()
+    if not listeners:
+        # The others may know host 0 by an address that only a router has.
+        if meeting.host is None or errors[0].errno != errno.EADDRNOTAVAIL:
+            raise errors[0]
+        with contextlib.suppress(OSError):
+            there = reached(meeting.address, meeting.port, _OWN_SECONDS)
+            raise LaunchError(
+                f"There is a host 0 at {meeting.endpoint} already: somebody answers at {there}, "
+                "which is no address of this host. Give each host another --node-rank."
+                f"{own_addresses()}"
+            )
+    return _listener_everywhere(meeting.port)
+
+
+def _listener_everywhere(port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    except (OSError, ValueError) as error:  # ValueError: no IPv6
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise
+        return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _is_this_host(address: str) -> bool:
+    """Whether ``address`` is for every host that host itself."""
+    if address.lower() in _LOOPBACK_NAMES or address.lower().endswith(".localhost"):
+        return True
+    with contextlib.suppress(ValueError):  # another name
+        return is_loopback(address)
+    return False
+
+
+def _are_loopback(found: Mapping[str, Any]) -> bool:
+    return all(map(is_loopback, found))
+
+
+def _open_store(listener: socket.socket) -> Endpoint:
+    """A store, which has threads, where ``listener`` listens; by itself it binds all interfaces.
+
+    Raises:
+        OSError: If this host can't reach itself there.
+        RuntimeError: If the store can't be opened.
+    """
+    address, port, *_ = listener.getsockname()
+    own = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
+    for address in own:
+        try:
+            # The store's own attempts handle no signal, and warn of each that fails.
+            reached(address, port, _OWN_SECONDS)
+            break
+        except OSError as error:
+            if address == own[-1]:
+                listener.close()
+                raise ConnectionError(
+                    f"this host doesn't reach itself at {error} ('ip link set lo up' may help)"
+                ) from error
+    opened = partial(dist.TCPStore, address, port, is_master=True, timeout=_STORE_TIMEOUT)
+    descriptor = listener.detach()
+    opening = partial(opened, wait_for_workers=False, master_listen_fd=descriptor)
+    return Endpoint(answered(opening, 2 * _CONNECT_SECONDS), address, is_held=True)
+
+
+def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint:
+    timeout = timedelta(seconds=_CONNECT_SECONDS)
+
+    def connect() -> Endpoint:
+        # The store's own attempts warn of each that fails.
+        there = reached(meeting.address, meeting.port, _CONNECT_SECONDS)
+        client = partial(dist.TCPStore, there, meeting.port, is_master=False, timeout=timeout)
+        return Endpoint(client(wait_for_workers=False), there, is_held=False)
+
+    while True:
+        try:
+            # In another thread, so that signals are handled, also while a name is looked up.
+            endpoint = answered(connect, min(3 * _CONNECT_SECONDS, deadline.left() + 1))
+        except (OSError, RuntimeError) as error:
+            company.check()
+            if not deadline.left():
+                raise LaunchError(
+                    f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "
+                    f"does within {meeting.timeout_seconds} seconds: {first_line(error)}. Is "
+                    "'lockstep run' given on the first host too, is the name right, and does no "
+                    f"firewall keep the port shut?{own_addresses()}"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+        else:
+            endpoint.store.set_timeout(_STORE_TIMEOUT)
+            end_on_silence(meeting.port)
+            return endpoint
+
+
+class Company:
+    """The other launchers on this host: nobody else can come to an endpoint on loopback."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._looks_at = meeting, time.monotonic()
+        self._ends_at = self._looks_at + _TOGETHER_SECONDS
+        self._is_there = False  # whether there is or was one
+
+    def check(self, is_held: bool = False) -> None:
+        """Raise LaunchError if nobody else can come to the store, which this launcher may hold.
+
+        Otherwise two hosts would each wait for the other until the timeout.
+        """
+        now = time.monotonic()
+        if self._is_there or now < self._looks_at or not self._is_on_loopback(is_held):
+            return
+        self._looks_at = now + _LOOK_SECONDS
+        self._is_there = _is_another_here(self._meeting.mark)
+        if now > self._ends_at and not self._is_there:
+            raise LaunchError(
+                f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
+                "host itself, and no other 'lockstep run' on it is to meet there. Give as "
+                "--rdzv-endpoint, on every host, the name or address by which they all reach host "
+                f"0.{own_addresses()}"
+            )
+
+    def _is_on_loopback(self, is_held: bool) -> bool:
+        if is_held or _is_this_host(self._meeting.address):
+            return _is_this_host(self._meeting.address)
+        with contextlib.suppress(OSError, RuntimeError):
+            return _are_loopback(
+                answered(partial(resolved, self._meeting.address, 0), _CONNECT_SECONDS)
+            )
+        return False
+
+
+def _is_another_here(mark: str) -> bool:
+    """Whether another launcher in this host's network has a file with this ``mark``."""
+    for pid, path in files_in_memory(mark):
+        with contextlib.suppress(OSError):  # it has just ended
+            is_its_own = os.readlink(path) == f"/memfd:{mark}{pid} (deleted)"
+            networks = {os.readlink(f"/proc/{process}/ns/net") for process in (pid, "self")}
+            if is_its_own and pid != os.getpid() and len(networks) == 1:
+                return True
+    return False
