@@ -24,6 +24,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint import folder as folder_module
+from lockstep.checkpoint import place as place_module
 from lockstep.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -133,7 +134,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(tmp_path, how) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, is_async) -> None:
-    flush, full = folder_module.flush, [False]
+    flush, full = place_module.flush, [False]
 
     def may_be_full(file: Any) -> None:
         if full[0]:
@@ -158,7 +159,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, is_async)
         assert torch.equal(found, value)
         save(value=value)
 
-    monkeypatch.setattr(folder_module, "flush", may_be_full)
+    monkeypatch.setattr(place_module, "flush", may_be_full)
     run_ranks(2, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "000001", "000002"]
 

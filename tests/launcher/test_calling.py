@@ -280,6 +280,6 @@ def test_logs_are_not_written_through_links(bench: Bench) -> None:
     victim = bench.script("kept", "victim")
     (bench.directory / "logs").mkdir()
     (bench.directory / "logs" / "rank-1.log").symlink_to(victim)
-    with pytest.raises(BadLaunch, match=r"rank-1\.log: It is a link, to a file elsewhere"):
+    with pytest.raises(LaunchError, match=r"rank-1\.log: It is a link, to a file elsewhere"):
         launch(_good, log_dir=bench.directory / "logs")
     assert victim.read_text() == "kept"

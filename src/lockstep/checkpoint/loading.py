@@ -69,7 +69,7 @@ def load(
     check_flag("random_state", random_state)
     check_flag("strict", strict)
     ranks = Ranks(process_group)
-    ranks.gather(background_of(ranks.group).finish())
+    background_of(ranks.group).finish_on(ranks)
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
     ranks.check_same({"path": str(path), "things": kinds}, "load")
     failure, folder = None, ""

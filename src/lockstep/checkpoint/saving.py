@@ -6,6 +6,7 @@ With ``async_`` a thread writes it while the program goes on.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import random
 import sys
@@ -24,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_whole_number, check_flag
-from lockstep.checkpoint.folder import Place, explained, file_of, in_pieces, padded, write_bytes
+from lockstep.checkpoint.folder import padded
+from lockstep.checkpoint.place import Place, explained, in_pieces, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
+from lockstep.comm import Deadline
 from lockstep.generators import generator_of_device
 from lockstep.spans import span
 from lockstep.tree import Collector, Range
@@ -35,6 +38,7 @@ from lockstep.world import accelerator, num_accelerators
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
 _SMALL_BYTES = 64 * 1024
+_EXCHANGE_SECONDS = 1.0  # between words of how an asynchronous save goes
 _LOOK_SECONDS = 0.1  # between looks for Ctrl-C, whose signal another thread may have taken
 
 
@@ -99,7 +103,7 @@ def save(
 def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path:
     folder = Path(options["path"]).absolute()
     background = background_of(ranks.group)
-    ranks.gather(background.finish())
+    background.finish_on(ranks)
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
     ranks.check_same(options | {"things": kinds}, "save")
     shared, own, number = Collector(), Collector(), 0
@@ -138,7 +142,7 @@ def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path
         )
         if options["async_"]:
             writing.ranges = background.copied(writing.ranges)
-            background.start(writing.run_alone)
+            background.start(writing)
             place = None
         else:
             for step in writing.write, writing.commit:
@@ -167,8 +171,9 @@ class Writing:
 
     def write(self, *, in_thread: bool = False) -> None:
         """Write this rank's file, and then tell rank 0 what is in it."""
-        path = self.place.folder / file_of(self.rank)
-        self.part["bytes"], pieces = write_bytes(path, self.rank, self.ranges, in_thread=in_thread)
+        self.part["bytes"], pieces = write_bytes(
+            self.place, self.rank, self.ranges, in_thread=in_thread
+        )
         headers = self.part.pop("headers").items()
         self.part["tensors"] = {key: [header, pieces.get(key, [])] for key, header in headers}
         self.place.put_part(self.rank, self.part)
@@ -237,6 +242,7 @@ class Background:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._thread: threading.Thread | None = None
+        self._place: Place | None = None  # of the save that is going on
         self._error: Exception | None = None
 
     def copied(self, ranges: Sequence[Range]) -> list[Range]:
@@ -251,11 +257,13 @@ class Background:
             at += padded(elements.nbytes)
         return copies
 
-    def start(self, run: Callable[[], Exception | None]) -> None:
-        """Start a thread that keeps the error that ``run`` returns."""
+    def start(self, writing: Writing) -> None:
+        """Start a thread that writes, and keeps the error if that fails."""
 
         def keep_error() -> None:
-            self._error = run()
+            self._error = writing.run_alone()
+
+        self._place = writing.place
 
         if not _backgrounds:
             atexit.register(_at_exit)
@@ -264,14 +272,37 @@ class Background:
         self._thread = threading.Thread(target=keep_error, name="lockstep-save")
         self._thread.start()
 
-    def finish(self) -> Exception | None:
-        """Wait for the save that is going on; return its error, if it failed."""
-        if self._thread is not None:
-            while self._thread.is_alive():
-                self._thread.join(_LOOK_SECONDS)
-            self._thread = None
+    def finish(self, seconds: float = math.inf) -> Exception | None:
+        """Wait so long for the save that is going on; return its error, if it failed."""
+        deadline = Deadline(seconds)
+        while self._thread is not None:
+            self._thread.join(_LOOK_SECONDS)
+            if not self._thread.is_alive():
+                self._thread, self._place = None, None
+            elif not deadline.left():
+                return None
         error, self._error = self._error, None
         return error
+
+    def finish_on(self, ranks: Ranks) -> None:
+        """Wait for the save that is going on on any of ``ranks``, each of which calls it.
+
+        The ranks tell each other how it goes, so that none waits for what another can't do, nor
+        longer than the group's timeout for one that only takes long.
+
+        Raises:
+            CheckpointError: If it failed on any.
+        """
+        is_done = False
+        while not is_done:
+            error = self.finish(_EXCHANGE_SECONDS)
+            try:
+                is_done = all(ranks.gather(error, self._thread is None))
+            except BaseException:
+                if self._place is not None:
+                    self._place.is_abandoned = True
+                self.finish()
+                raise
 
 
 # By process group. A group's entry goes with the group, but not before its thread has ended.
