@@ -32,6 +32,7 @@ from lockstep.errors import (
     CheckpointNotFound,
     SaveFailed,
 )
+from lockstep.folders import Folder
 from tests.checkpoint.test_round_trips import same, states_of, trained
 from tests.counts import num_examples
 from tests.nn.models import Digits
@@ -283,24 +284,27 @@ def test_paths_that_make_no_sense_are_refused(tmp_path) -> None:
         lockstep.save(tmp_path / "run", layer=nn.Linear)
 
 
-@pytest.mark.parametrize("method", ["is_dir", "read_bytes"])
+@pytest.mark.parametrize("method", [(Path, "is_dir"), (Folder, "read")])
 def test_a_checkpoint_that_may_not_be_read_is_named(tmp_path, monkeypatch, method) -> None:
     lockstep.save(tmp_path, step=1)
 
-    def denied(self: Path) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+    def denied(*args: object) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(args[0]))
 
-    monkeypatch.setattr(Path, method, denied)
+    monkeypatch.setattr(*method, denied)
     with pytest.raises(CheckpointError, match=r"can't be read.*Permission denied"):
         lockstep.load(tmp_path, step=0)
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(tmp_path) -> None:
+def test_a_checkpoint_that_is_removed_is_read_to_its_end(tmp_path, monkeypatch) -> None:
     path = lockstep.save(tmp_path, tensor=torch.ones(3))
     manifest = folder_module.Manifest(path)
+    monkeypatch.setattr(folder_module, "_MAX_OPEN", 0)  # as of a very large number of ranks
+    by_name = folder_module.Manifest(path)
     (path / "rank-0.bin").unlink()
+    assert torch.equal(manifest.read("tensor"), torch.ones(3))
     with pytest.raises(CheckpointDamaged, match=r"rank-0\.bin can't be read"):
-        manifest.read("tensor")
+        by_name.read("tensor")
 
 
 def test_an_optimizer_of_another_class_is_refused(tmp_path) -> None:
@@ -403,6 +407,10 @@ def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
         {"things": facts["things"] | {"words": {"kind": "value", "tree": {"tensor": "no"}}}},
         {"things": 3},
         {"random": []},
+        {"ranks": "\x1b[2J"},
+        {"saved": None},
+        # Two tensors in the same bytes: a small file would take any memory.
+        {"tensors": facts["tensors"] | {"other": entry}},
     ]:
         body = json.dumps(facts | changed).encode()
         digest = blake2b(body, digest_size=32).hexdigest()

@@ -11,12 +11,15 @@ in one of the files, with a checksum; together the pieces cover every byte of th
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import re
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,8 @@ import torch
 
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from lockstep.folders import Folder
+from lockstep.printable import printable
 from lockstep.tree import Header, from_flat
 
 VERSION = 1
@@ -31,6 +36,12 @@ MANIFEST = "manifest.json"
 
 # Where tensors begin in a file: where any processor reads them fastest.
 _ALIGNMENT = 64
+# How often a checkpoint may be removed while it is opened, before that is an error.
+MAX_REMOVED = 20
+# Of how many ranks the files are kept open.
+_MAX_OPEN = 128
+# What the manifest tells of a checkpoint as a whole.
+_FACTS = {"lockstep": str, "torch": str, "saved": str, "ranks": int}
 _FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]+) ([0-9a-f]{64})\n")
 NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 
@@ -83,8 +94,10 @@ class Manifest:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / MANIFEST
+        self._read = weakref.WeakValueDictionary[str, torch.Tensor]()
         try:
-            first, _, body = self._path.read_bytes().partition(b"\n")
+            self._files = Folder(folder)
+            first, _, body = self._files.read(MANIFEST).partition(b"\n")
         except (FileNotFoundError, NotADirectoryError) as error:
             if not folder.is_dir():
                 raise CheckpointNotFound(f"There is no checkpoint {folder}.") from error
@@ -105,8 +118,8 @@ class Manifest:
 
     def _damaged(self, what: str, name: str = MANIFEST) -> CheckpointDamaged:
         return CheckpointDamaged(
-            f"{self.folder / name} {what}. Nothing was loaded. Load an older checkpoint, by its "
-            "number: lockstep.load('.../000001', ...)."
+            f"{self.folder / name} {printable(what)}. Nothing was loaded. Load an older checkpoint "
+            "by its number: lockstep.load('.../000001', ...)."
         )
 
     def plain_values(self) -> set[str]:
@@ -128,32 +141,50 @@ class Manifest:
         for name, thing in facts["things"].items():
             if not isinstance(thing["kind"], str) or "tree" not in thing:
                 raise ValueError(f"{name!r} has no kind and value")
+        for name, kind in _FACTS.items():
+            if not isinstance(facts[name], kind):
+                raise TypeError(f"{name!r} is {facts[name]!r}")
         if not facts["random"]:
             raise ValueError("there are no random states")
-        entries = {}
-        for key, ((dtype, shape, order), pieces) in facts["tensors"].items():
-            header = Header(dtype, tuple(map(int, shape)), tuple(map(int, order)))
-            entry = Entry(header, tuple(Piece(*map(int, piece)) for piece in pieces))
-            from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
-            at = 0
-            for start, stop, file, offset, _ in entry.pieces:
-                size = padded((stop - start) * header.torch_dtype.itemsize)
-                is_inside = start == at <= stop and 0 <= offset <= sizes[file] - size and file >= 0
-                if not is_inside:
-                    raise ValueError(f"the pieces of {key!r} don't fit")
-                at = stop
-            if at != header.numel:
-                raise ValueError(f"the pieces of {key!r} have {at} of {header.numel} elements")
-            entries[key] = entry
+        entries = {
+            key: _entry(key, header, pieces, sizes)
+            for key, (header, pieces) in facts["tensors"].items()
+        }
+        _check_apart(entries)
+        self._open(sizes)
+        return facts, entries, sizes
+
+    def _open(self, sizes: Sequence[int]) -> None:
+        """Open the ranks' files, which then can be read even if a newer checkpoint replaces them.
+
+        Those of a very large number of ranks are opened again when they are read.
+        """
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
         for rank, size in enumerate(sizes):
             name = file_of(rank)
             try:
-                found = (self.folder / name).stat().st_size
+                descriptor = self._files.open_file(name)
             except OSError as error:
-                raise self._damaged(f"is missing ({error.strerror})", name) from error
-            if found != size:
+                what = "is missing" if error.errno == errno.ENOENT else "can't be read"
+                raise self._damaged(f"{what} ({error.strerror})", name) from error
+            if (found := os.fstat(descriptor).st_size) != size:
+                os.close(descriptor)
                 raise self._damaged(f"has {found} bytes, and was written with {size}", name)
-        return facts, entries, sizes
+            if rank < _MAX_OPEN:
+                self._descriptors.append(descriptor)
+            else:
+                os.close(descriptor)
+
+    def _fill(self, memories: Sequence[Any], rank: int, offset: int) -> int:
+        """Read from a rank's file; return the number of bytes."""
+        if rank < len(self._descriptors):
+            return os.preadv(self._descriptors[rank], memories, offset)
+        descriptor = self._files.open_file(file_of(rank))
+        try:
+            return os.preadv(descriptor, memories, offset)
+        finally:
+            os.close(descriptor)
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
         """Return a tensor, or one in which only the elements of ``ranges`` are set.
@@ -161,6 +192,9 @@ class Manifest:
         Raises:
             CheckpointDamaged: If an element isn't as it was written.
         """
+        # What is named several times is in memory once.
+        if ranges is None and (known := self._read.get(key)) is not None:
+            return known
         header, pieces = self.entries[key]
         flat = torch.empty(header.numel, dtype=header.torch_dtype, device="cpu")
         memory, size = bytes_of(flat), flat.element_size()
@@ -169,8 +203,7 @@ class Manifest:
                 own = memory[start * size : stop * size]
                 padding = bytearray(padded(len(own)) - len(own))
                 try:
-                    with open(self.folder / file_of(file), "rb", buffering=0) as source:
-                        num_read = os.preadv(source.fileno(), [own, padding], offset)
+                    num_read = self._fill([own, padding], file, offset)
                 except OSError as error:
                     raise self._damaged(f"can't be read: {error}", file_of(file)) from error
                 is_whole = num_read == len(own) + len(padding)
@@ -180,7 +213,62 @@ class Manifest:
                         "another checksum",
                         file_of(file),
                     )
-        return from_flat(flat, header)
+        tensor = from_flat(flat, header)
+        if ranges is None:
+            self._read[key] = tensor
+        return tensor
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _entry(key: str, header: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> Entry:
+    """Return the entry of a tensor, whose pieces have all of it and are in the files."""
+    dtype, shape, order = header
+    header = Header(dtype, tuple(map(int, shape)), tuple(map(int, order)))
+    entry = Entry(header, tuple(Piece(*map(int, piece)) for piece in pieces))
+    from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
+    at = 0
+    for start, stop, file, offset, _ in entry.pieces:
+        size = padded((stop - start) * header.torch_dtype.itemsize)
+        is_inside = start == at <= stop and 0 <= offset <= sizes[file] - size and file >= 0
+        if not is_inside:
+            raise ValueError(f"the pieces of {key!r} don't fit")
+        at = stop
+    if at != header.numel:
+        raise ValueError(f"the pieces of {key!r} have {at} of {header.numel} elements")
+    return entry
+
+
+def _check_apart(entries: Mapping[str, Entry]) -> None:
+    """Check that no byte of a file is in two pieces: all tensors together are as large as files."""
+    places = sorted(
+        (piece.file, piece.offset, (piece.stop - piece.start) * entry.header.torch_dtype.itemsize)
+        for entry in entries.values()
+        for piece in entry.pieces
+    )
+    for (file, offset, size), (next_file, next_offset, _) in itertools.pairwise(places):
+        if file == next_file and offset + padded(size) > next_offset:
+            raise ValueError(f"pieces overlap at byte {next_offset} of {file_of(file)}")
+
+
+def open_newest(path: Path) -> Manifest:
+    """Return the manifest of :func:`newest`, of the one after it if a save removes that meanwhile.
+
+    Raises:
+        CheckpointNotFound: If there is none.
+        CheckpointDamaged: If a file is missing, or isn't as it was written.
+    """
+    for _ in range(MAX_REMOVED):
+        folder = newest(path)
+        try:
+            return Manifest(folder)
+        except CheckpointError:
+            if folder.exists():
+                raise
+    return Manifest(newest(path))
 
 
 def newest(path: Path) -> Path:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import check_flag
-from lockstep.checkpoint.folder import Manifest, newest
+from lockstep.checkpoint.folder import MAX_REMOVED, Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
@@ -70,25 +70,30 @@ def load(
     check_flag("strict", strict)
     ranks = Ranks(process_group)
     background_of(ranks.group).finish_on(ranks)
-    kinds = {name: kind_of(things[name]) for name in sorted(things)}
-    ranks.check_same({"path": str(path), "things": kinds}, "load")
-    failure, folder = None, ""
-    try:
-        folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""
-    except Exception as error:
-        failure = error
-    folder = ranks.gather(failure, folder)[0]
-    actions: dict[str, Callable[[], object]] = {}
-    try:
-        manifest = Manifest(Path(folder))
-        kinds |= dict.fromkeys(manifest.plain_values() - kinds.keys(), "value")
-        names = names_of(things)
-        states = _read_random_states(manifest, ranks.rank, ranks.size) if random_state else {}
-        # Modules first: an optimizer may take over their values.
-        for name in sorted(kinds, key=lambda name: kinds[name] != "module"):
-            actions[name] = prepare(name, things.get(name), manifest, names, strict=strict)
-    except Exception as error:
-        failure = error
+    asked = {name: kind_of(things[name]) for name in sorted(things)}
+    ranks.check_same({"path": str(path), "things": asked}, "load")
+    actions: dict[str, Callable[[], object]]
+    for left in reversed(range(MAX_REMOVED)):
+        failure, folder, actions = None, "", {}
+        try:
+            folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""
+        except Exception as error:
+            failure = error
+        folder = ranks.gather(failure, folder)[0]
+        try:
+            manifest = Manifest(Path(folder))
+            kinds = asked | dict.fromkeys(manifest.plain_values() - asked.keys(), "value")
+            names = names_of(things)
+            states = _read_random_states(manifest, ranks.rank, ranks.size) if random_state else {}
+            # Modules first: an optimizer may take over their values.
+            for name in sorted(kinds, key=lambda name: kinds[name] != "module"):
+                actions[name] = prepare(name, things.get(name), manifest, names, strict=strict)
+        except Exception as error:
+            failure = error
+        # A save may have removed it meanwhile, as there is a newer one.
+        was_removed = failure is not None and not os.path.exists(folder)
+        if not (left and any(ranks.gather(None, was_removed))):
+            break
     ranks.gather(failure)
     own = {name: actions.pop(name) for name, kind in kinds.items() if kind == "state"}
     _load_or_restore(ranks, {name: things[name] for name in own}, own)

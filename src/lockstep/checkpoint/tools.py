@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch.distributed.checkpoint import Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -18,8 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from lockstep.checkpoint.folder import Manifest, newest
+from lockstep.checkpoint.folder import open_newest
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
+from lockstep.printable import printable
 from lockstep.tables import FittedTable
 from lockstep.tree import decode
 
@@ -35,7 +37,7 @@ class DcpReader(StorageReader):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._manifest = Manifest(newest(Path(path)))
+        self._manifest = open_newest(Path(path))
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Do nothing: it reads the path that it was made with."""
@@ -84,7 +86,7 @@ class DcpReader(StorageReader):
 
 def show(checkpoint: str) -> None:
     """Print what is in a checkpoint, of which every byte is verified."""
-    manifest = Manifest(newest(Path(checkpoint)))
+    manifest = open_newest(Path(checkpoint))
     facts, console = manifest.facts, Console()
     tensors = []
     for key, (header, _) in manifest.entries.items():
@@ -97,10 +99,11 @@ def show(checkpoint: str) -> None:
         value = manifest.parse(decode, thing["tree"], str) if is_value else ""
         values.append([name, thing["kind"], reprlib.repr(value) if is_value else ""])
     total = sum(manifest.sizes)
-    console.print(
+    summary = (
         f"{manifest.folder}: saved {facts['saved']} by {facts['ranks']} ranks, with lockstep "
         f"{facts['lockstep']} and torch {facts['torch']}; {total:,} bytes, all as written."
     )
+    console.print(Text(printable(summary)))
     console.print(FittedTable(("thing", "kind", "value"), values, texts=range(3)))
     console.print(FittedTable(("tensor", "shape", "dtype", "bytes"), tensors, texts=range(3)))
 
@@ -120,7 +123,7 @@ def export(checkpoint: str, to: str, thing: str = "model") -> None:
             "lockstep export writes files with safetensors, which isn't installed. Install it by: "
             "pip install 'torch-lockstep[safetensors]'"
         ) from error
-    manifest = Manifest(newest(Path(checkpoint)))
+    manifest = open_newest(Path(checkpoint))
     if thing not in manifest.facts["things"]:
         known = ", ".join(map(repr, manifest.facts["things"]))
         raise CheckpointMismatch(f"There is no {thing!r} in {manifest.folder}, which has {known}.")
