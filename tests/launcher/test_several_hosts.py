@@ -313,6 +313,58 @@ def test_hosts_without_numbers_get_all_of_them(bench: Bench) -> None:
     assert sorted(out.splitlines()) == [f"[rank {rank}] ran" for rank in range(3)]
 
 
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
+def test_end_of_a_launcher_while_hosts_meet_is_told_to_those_that_wait(
+    bench: Bench, host: int, number: signal.Signals
+) -> None:
+    """The third host hasn't come yet, and isn't waited for any longer."""
+    port = free_port()
+    options = ["--nnodes", 3, "--rdzv-endpoint", f"127.0.0.1:{port}", bench.script("print('ran')")]
+    runs = [bench.start("run", "--node-rank", each, *options) for each in range(2)]
+    store = dist.PrefixStore("lockstep", store_at(port))
+    for each in range(2):
+        store.wait([f"size/{each}"])
+    time.sleep(0.5)  # host 0 looks at those that have come
+    runs[host].send_signal(number)
+    began = time.monotonic()
+    _, err = runs[1 - host].communicate(timeout=60)
+    assert time.monotonic() - began < 5
+    name = f"host {host} ({socket.gethostname()})"
+    if number == signal.SIGINT:
+        assert runs[1 - host].returncode == 130
+        assert f"lockstep: ended by SIGINT at {name}; no rank is left running." in err
+        assert runs[host].wait(60) == 130
+    else:
+        why = f"{name} had come" if host else "the host that keeps the store there has given up"
+        assert runs[1 - host].returncode == 2
+        assert why in err
+    assert "Traceback" not in err
+    assert until(lambda: not bench.processes())
+
+
+def store_at(port: int) -> dist.Store:
+    assert until(lambda: is_open(port))
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+@pytest.mark.long
+def test_meeting_at_a_store_whose_host_is_stopped_has_an_end(bench: Bench) -> None:
+    port = free_port()
+    common = ["--nnodes", 3, "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    options = [*common, "--rdzv-timeout", 5, bench.script("print('ran')")]
+    runs = [bench.start("run", "--node-rank", each, *options) for each in range(2)]
+    dist.PrefixStore("lockstep", store_at(port)).wait(["size/0", "size/1"])
+    runs[0].send_signal(signal.SIGSTOP)
+    _, err = runs[1].communicate(timeout=30)
+    assert runs[1].returncode == 2
+    assert "of the store there, there was no answer within" in err
+    assert "Traceback" not in err
+    runs[0].kill()
+
+
 def test_waiting_for_other_hosts_can_be_interrupted(bench: Bench) -> None:
     script = bench.script("print('ran')")
     port = free_port()

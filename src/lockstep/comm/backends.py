@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from lockstep.comm.failures import STORE_SECONDS, answered
 
 if TYPE_CHECKING:
     from lockstep.torch_private import _DistributedBackendOptions
@@ -29,7 +32,8 @@ def _own_store(options: _DistributedBackendOptions) -> dist.Store:
     # After destroy_process_group() torch gives the same names to new groups, and a store may
     # outlive groups (torchrun's does). Ranks create groups in the same order, so each counts for
     # itself. Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
-    times = options.store.add(f"joined/{options.group_rank}", 1)
+    add = partial(options.store.add, f"joined/{options.group_rank}", 1)
+    times = answered(add, STORE_SECONDS)
     return dist.PrefixStore(f"{times}/", options.store)
 
 

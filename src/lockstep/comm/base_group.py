@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import Deadline
+from lockstep.comm.failures import STORE_SECONDS, Deadline, answered
 from lockstep.comm.transport import Ranks, Signature
 from lockstep.comm.work import WorkQueue
 from lockstep.errors import BackendUnavailable
@@ -119,7 +120,8 @@ class BaseGroup(dist.ProcessGroup):
             options._timeout = timeout
             backend = dist.ProcessGroupNCCL(*ranks, options)
         elif name == "gloo":
-            backend = dist.ProcessGroupGloo(*ranks, timeout=timeout)
+            connect = partial(dist.ProcessGroupGloo, *ranks, timeout=timeout)
+            backend = answered(connect, timeout.total_seconds() + STORE_SECONDS)
         else:
             raise BackendUnavailable(
                 f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "

@@ -282,9 +282,8 @@ class Agreement:
     def _tell_interruption(self) -> None:
         if self._interruption is not None:
             number, at_seconds = self._interruption
-            told = json.dumps([number, at_seconds + self._offset(), self._number])
-            self._store.compare_set("interrupted", "", told)  # the first one's counts
-            self._store.set("failed", "")
+            at_seconds += self._offset()
+            tell_interruption(self._store, number, at_seconds, self._number)
             self._interruption = None
         if self._is_hurried and not self._has_told_hurry:
             self._store.set("hurry", "")
@@ -292,18 +291,8 @@ class Agreement:
 
     def _told_interruption(self) -> Outcome | None:
         """The outcome if a signal has ended the launcher of a host, and hence all."""
-        if not self._store.check(["interrupted"]):
-            return None
-        try:
-            number, at_seconds, host = json.loads(self._store.get("interrupted"))
-            where = "" if host == self._number else f" at host {host} ({self._names[host]})"
-            return Outcome(
-                128 + int(number) % 128,
-                message=f"ended by {signal_name(number)}{where}; no rank is left running.",
-                at_seconds=float(at_seconds) - self._offset(),
-            )
-        except (ValueError, TypeError, IndexError):
-            return Outcome(1, message="a host was ended, and told nothing that can be read.")
+        names = self._names.__getitem__
+        return told_interruption(self._store, self._number, names, self._offset())
 
     def _wait_for_others(self) -> list[int]:
         """Wait until all hosts are done, or some seconds after a failure; return lost ones.
@@ -339,6 +328,34 @@ class Agreement:
             "run anew on all hosts.",
             at_seconds=self._clock() - seconds,
         )
+
+
+def tell_interruption(store: dist.Store, number: int, at_seconds: float, host: int) -> None:
+    """Tell all hosts that a signal came to this ``host``, when by the clock of host 0."""
+    told = json.dumps([number, at_seconds, host])
+    store.compare_set("interrupted", "", told)  # the first one's counts
+    store.set("failed", "")
+
+
+def told_interruption(
+    store: dist.Store, own: int, name: Callable[[int], str], offset: float = 0.0
+) -> Outcome | None:
+    """The outcome if a signal came to the launcher of a host; None if none did.
+
+    Host 0's clock is by ``offset`` ahead of that of this host, whose number is ``own``.
+    """
+    if not store.check(["interrupted"]):
+        return None
+    try:
+        number, at_seconds, host = json.loads(store.get("interrupted"))
+        where = "" if host == own else f" at host {host} ({name(host)})"
+        return Outcome(
+            128 + int(number) % 128,
+            message=f"ended by {signal_name(number)}{where}; no rank is left running.",
+            at_seconds=float(at_seconds) - offset,
+        )
+    except (ValueError, TypeError, IndexError):
+        return Outcome(1, message="a host was ended, and told nothing that can be read.")
 
 
 class _Silence:

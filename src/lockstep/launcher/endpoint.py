@@ -22,7 +22,15 @@ from lockstep.comm import Deadline, answered
 from lockstep.errors import LaunchError
 from lockstep.launcher.job import Meeting
 from lockstep.status import files_in_memory
-from lockstep.world import addresses, end_on_silence, first_line, is_loopback, reached, resolved
+from lockstep.world import (
+    SILENCE_SECONDS,
+    addresses,
+    end_on_silence,
+    first_line,
+    is_loopback,
+    reached,
+    resolved,
+)
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
@@ -186,7 +194,8 @@ def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint
             time.sleep(_RETRY_SECONDS)
         else:
             endpoint.store.set_timeout(_STORE_TIMEOUT)
-            end_on_silence(meeting.port)
+            # Later than the agreement of the hosts notices it.
+            end_on_silence(meeting.port, meeting.host_timeout_seconds + SILENCE_SECONDS)
             return endpoint
 
 

@@ -119,6 +119,14 @@ class Outcome:
         )
 
 
+class Ended(LaunchError):
+    """A signal ended the launcher of another host before all hosts had met."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
 def failure_outcome(
     failures: Sequence[Failure],
     world_size: int,

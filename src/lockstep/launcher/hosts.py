@@ -15,24 +15,30 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from types import FrameType
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline
+from lockstep.comm import Deadline, NoAnswer, answered
 from lockstep.errors import LaunchError
-from lockstep.launcher.agreement import Agreement
+from lockstep.launcher import processes
+from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption
 from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
-from lockstep.launcher.failures import Outcome
+from lockstep.launcher.failures import Ended, Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.world import (
     Placement,
     Starter,
     connection_from,
+    has_ended,
     own_end,
     rank_environment,
 )
 
 _ANY_PORT = 29500  # torch's own default
+_LEAST_SECONDS = 5.0  # to meet, once the store is there
+_HEAR_SECONDS = 1.0  # for other hosts to read why this one gives up
 _POLL_SECONDS = 0.05
 
 
@@ -55,6 +61,8 @@ class Host:
         self.notice: int | None = None
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
+        self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
+        self._has_come = False  # whether other hosts know of this one
         if job.meeting is None:
             first = self._alone(job.num_ranks)
         else:
@@ -86,36 +94,68 @@ class Host:
         # Held open as long as this is; of the others, the client has no threads.
         self._endpoint = endpoint = reach_endpoint(meeting, deadline, company)
         self._store = dist.PrefixStore("lockstep", endpoint.store)
+        come = partial(self._come, meeting, size, deadline, company)
+        processes.handle(processes.ENDING_SIGNALS, self._end_of_meeting)
         try:
-            self._number = self._take_number(meeting)
-            self._store.set(f"name/{self._number}", socket.gethostname())
-            Agreement.show_life(self._store, self._number)
-            end = "" if endpoint.is_held else own_end(meeting.port)
-            self._store.set(f"end/{self._number}", end)
-            self._store.set(f"size/{self._number}", str(size))
-            sizes = self._wait_for_sizes(meeting, deadline, company)
-            keys = [f"name/{host}" for host in range(self._num_hosts)]
-            names = [name.decode(errors="replace") for name in self._store.multi_get(keys)]
-            lines = self._lines(meeting.port)
+            # In another thread, so that signals are handled even if the store doesn't answer.
+            sizes, names = answered(come, deadline.left() + _LEAST_SECONDS)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
+                self._tell_others(str(error))
                 raise
-            raise LaunchError(
-                f"The hosts couldn't meet at {meeting.endpoint}: the host that keeps the store "
-                "there has given up, or something else than 'lockstep run' uses that port."
-            ) from error
-        patience_seconds = meeting.host_timeout_seconds
+            why = "the host that keeps the store there has given up, or something else than "
+            why += "'lockstep run' uses that port."
+            if isinstance(error, NoAnswer):
+                why = f"of the store there, {error}. See whether the launcher of the host that "
+                why += "keeps it is suspended, or the network cut."
+            raise LaunchError(f"The hosts couldn't meet at {meeting.endpoint}: {why}") from error
+        patience_seconds, lines = meeting.host_timeout_seconds, self._lines
         self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
         self.notice = self._agreement.notice
         first, master = sum(sizes[: self._number]), (endpoint.address, meeting.port)
         return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
 
-    def _lines(self, port: int) -> dict[int, socket.socket]:
-        """On host 0, the connections of the other launchers, by their numbers."""
-        others = range(1, self._num_hosts) if self._number == 0 else []
-        ends = {host: self._store.get(f"end/{host}").decode(errors="replace") for host in others}
-        found = {host: connection_from(end, port) for host, end in ends.items()}
-        return {host: line for host, line in found.items() if line is not None}
+    def _come(
+        self, meeting: Meeting, size: int, deadline: Deadline, company: Company
+    ) -> tuple[list[int], list[str]]:
+        """Tell the others of this host; return the number of ranks and the name of each host."""
+        own = self._number = self._take_number(meeting)
+        self._store.set(f"name/{own}", socket.gethostname())
+        Agreement.show_life(self._store, own)
+        self._store.set(f"end/{own}", "" if self._endpoint.is_held else own_end(meeting.port))
+        self._has_come = True
+        self._store.set(f"size/{own}", str(size))
+        sizes = self._wait_for_sizes(meeting, deadline, company)
+        return sizes, [self._name(host) for host in range(self._num_hosts)]
+
+    def _name(self, host: int) -> str:
+        return self._store.get(f"name/{host}").decode(errors="replace")
+
+    def _is_gone(self, host: int, meeting: Meeting) -> bool:
+        """Whether the launcher of another host, which has come, was ended; host 0 knows."""
+        if not self._endpoint.is_held:
+            return False
+        if host not in self._lines:
+            end = self._store.get(f"end/{host}").decode(errors="replace")
+            if (line := connection_from(end, meeting.port)) is not None:
+                self._lines[host] = line
+        return host in self._lines and has_ended(self._lines[host])
+
+    def _tell_others(self, why: str) -> None:
+        """On host 0, let the others hear why there is no meeting, before the store is gone."""
+        if self._endpoint.is_held and self._has_come:
+            self._store.set("given up", why)
+            time.sleep(_HEAR_SECONDS)
+
+    def _end_of_meeting(self, number: int, _: FrameType | None) -> None:
+        """End by the signal ``number`` before there are ranks, and let other hosts hear of it."""
+        if self._has_come:
+            tell = partial(tell_interruption, self._store, number, 0.0, self._number)
+            with contextlib.suppress(RuntimeError):
+                answered(tell, _HEAR_SECONDS)
+            if self._endpoint.is_held:
+                time.sleep(_HEAR_SECONDS)
+        os._exit(128 + number)
 
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
@@ -145,6 +185,17 @@ class Host:
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
             if self._endpoint.is_held and len(missing) == meeting.num_hosts - 1:
                 company.check(is_held=True)
+            gone = [host for host in {*hosts[1:]} - {*missing} if self._is_gone(host, meeting)]
+            if (ended := told_interruption(self._store, self._number, self._name)) is not None:
+                raise Ended(ended)
+            if self._store.check(["given up"]):
+                raise LaunchError(self._store.get("given up").decode(errors="replace"))
+            if gone:
+                raise LaunchError(
+                    f"The hosts couldn't meet at {meeting.endpoint}: host {gone[0]} "
+                    f"({self._name(gone[0])}) had come, and its launcher was ended while others "
+                    "were waited for. Start the run anew on all hosts."
+                )
             if not deadline.left():
                 raise LaunchError(
                     f"{len(hosts)} hosts didn't meet at {meeting.endpoint} within "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Failure, Outcome, failure_outcome, signal_name
+from lockstep.launcher.failures import Ended, Failure, Outcome, failure_outcome, signal_name
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job, name_of_program
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
@@ -64,6 +64,8 @@ def main() -> int:
         processes.end_with_parent(os.getppid(), signal.SIGTERM)
     try:
         return _start(job)
+    except Ended as error:
+        _conclude(job, error.outcome)
     except LaunchError as error:
         _conclude(job, Outcome(2, message=str(error)))
 

@@ -16,6 +16,7 @@ from .environment import rank_environment as rank_environment
 from .facts import Kept as Kept
 from .facts import Sample as Sample
 from .facts import samples_of as samples_of
+from .network import SILENCE_SECONDS as SILENCE_SECONDS
 from .network import addresses as addresses
 from .network import connection_from as connection_from
 from .network import end_on_silence as end_on_silence

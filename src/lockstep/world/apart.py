@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm import uncompiled
+from lockstep.comm import STORE_SECONDS, answered, uncompiled
 from lockstep.torch_private import _get_default_store
 from lockstep.world.facts import Kept, checksums_of, first_difference, options_of
 from lockstep.world.told import look_for_strangers, tell
@@ -172,7 +173,7 @@ def _leave(watched: _Watched, ranks: Sequence[int], facts: dict[str, Any]) -> No
     watched.steps = [*watched.steps[-1:], watched.num_steps]
     facts["step"] = watched.num_steps
     key = _key(watched, ranks, watched.num_looks, dist.get_rank())
-    _get_default_store().set(key, json.dumps(facts))
+    answered(partial(_get_default_store().set, key, json.dumps(facts)), STORE_SECONDS)
     watched.num_looks += 1
 
 
@@ -190,12 +191,14 @@ def _facts_of_ranks(
             return []
         slot = _LAST_LOOK
     keys = [_key(watched, ranks, slot, rank) for rank in ranks]
-    if wait is not None:
-        with contextlib.suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=wait))
-    if not store.check(keys):
-        return []
-    found = [json.loads(store.get(key)) for key in keys]
+
+    def find() -> list[dict[str, Any]]:
+        if wait is not None:
+            with contextlib.suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=wait))
+        return [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
+
+    found = answered(find, STORE_SECONDS)
     return found if all(facts["step"] == step for facts in found) else []
 
 

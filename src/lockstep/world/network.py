@@ -21,7 +21,7 @@ from typing import Any
 _SIOCGIFCONF = 0x8912  # Linux's request for all IPv4 addresses
 _IFREQ_BYTES = 40  # of each in its answer, on machines of 64 bits
 # Longer than networks are out of order that come back, and TCP waits a quarter of an hour.
-_SILENCE_SECONDS = 60
+SILENCE_SECONDS = 60
 
 
 def addresses() -> dict[str, str]:
@@ -129,18 +129,22 @@ def reached(host: str, port: int, seconds: float) -> str:
     return there[0]
 
 
-def end_on_silence(port: int) -> None:
-    """Have this process's requests to stores at ``port`` fail after a minute without a sign.
+def end_on_silence(port: int, seconds: int = SILENCE_SECONDS) -> None:
+    """Have this process's requests to stores at ``port`` fail after so long without an answer.
 
-    Otherwise, if the network is cut, they wait for as long as TCP tries.
+    Otherwise, if the network is cut, they wait for as long as TCP tries, and if the process that
+    keeps the store is suspended, for ever. Not for waits that have a limit of their own.
     """
+    limit = struct.pack("ll", seconds, 0)
     for connection in _connections():
         if connection.getpeername()[1] == port:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, number in (
-                (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 4),
-                (socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 4),
-                (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),
+                (socket.TCP_KEEPIDLE, seconds // 4),
+                (socket.TCP_KEEPINTVL, seconds // 4),
+                (socket.TCP_USER_TIMEOUT, seconds * 1000),
             ):
                 connection.setsockopt(socket.IPPROTO_TCP, option, number)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -30,6 +30,8 @@ from lockstep.world.network import end_on_silence
 
 # By this name torch.distributed has a function of the module.
 _torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+_Answer = TypeVar("_Answer")
+
 _RETRY_SECONDS = 0.05
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
@@ -105,14 +107,22 @@ def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
             store.set(key, own)
         return other if is_another else ""
 
+    if other := ask(place, claimed, timeout):
+        raise _twice(other, place)
+
+
+def ask(place: Placement, call: Callable[[], _Answer], timeout: timedelta) -> _Answer:
+    """Return ``call()``, which asks the store where the ranks meet.
+
+    Raises:
+        RendezvousFailed: If there is no answer within ``timeout``, or the store is gone.
+    """
     try:
-        other = answered(claimed, timeout.total_seconds() + STORE_SECONDS)
+        return answered(call, timeout.total_seconds() + STORE_SECONDS)
     except RuntimeError as error:
         raise RendezvousFailed(
             f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
         ) from error
-    if other:
-        raise _twice(other, place)
 
 
 def _claim_of(rank: int) -> str:
@@ -169,12 +179,7 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
                 pause = min(2 * pause, _RETRY_SECONDS)
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
-    try:
-        notes = answered(call, seconds + STORE_SECONDS)
-    except RuntimeError as error:
-        raise RendezvousFailed(
-            f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
-        ) from error
+    notes = ask(place, call, timeout)
     absent = [str(rank) for rank, note in enumerate(notes) if note is None]
     if not absent:
         return [note for note in notes if note is not None]

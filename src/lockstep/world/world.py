@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,7 +42,7 @@ from lockstep.world.environment import (
 )
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun
-from lockstep.world.rendezvous import claim, first_line, meet, roll_call
+from lockstep.world.rendezvous import ask, claim, first_line, meet, roll_call
 
 _log = logging.getLogger("lockstep")
 
@@ -394,7 +395,8 @@ def _from_existing_group(wanted: _Wanted) -> World:
     # others waiting. Local ranks from the environment count if all ranks have them.
     has_local = told.local_rank is not None and told.local_world_size is not None
     store = _get_default_store()
-    number = store.add(f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
+    count = partial(store.add, f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
+    number = ask(place, count, wanted.timeout)
     store = dist.PrefixStore(f"lockstep/roll/{number}", store)
     notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {socket.gethostname()}")
     if all(note.startswith("1") for note in notes):

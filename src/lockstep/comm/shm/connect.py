@@ -18,12 +18,13 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import Deadline, named
+from lockstep.comm.failures import STORE_SECONDS, Deadline, NoAnswer, answered, named
 from lockstep.comm.shm.barrier import wait_for
 from lockstep.comm.shm.memory import Segment, map_memory, receive_message, send_message, shut_down
 from lockstep.errors import RendezvousFailed
@@ -105,8 +106,8 @@ class _Handshake:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind(f"\0{name}")
         if self._rank == 0:
-            self._store.set("secret", secrets.token_hex(_SECRET_BYTES))
-        self._store.set(f"address/{self._rank}", name)
+            self._ask("set", "secret", secrets.token_hex(_SECRET_BYTES))
+        self._ask("set", f"address/{self._rank}", name)
         self._secret = bytes.fromhex(self._read("secret"))
 
     def _offer(self) -> None:
@@ -122,15 +123,20 @@ class _Handshake:
         # Not store.wait(): it would not see that another rank has given up, and torch's TCPStore
         # prints warnings if it is interrupted.
         pause = _RETRY_SECONDS / 32
-        while not self._store.check([key]):
+        while not self._ask("check", [key]):
             self._check_others()
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_SECONDS)
-        return bytes(self._store.get(key)).decode()
+        return bytes(self._ask("get", key)).decode()
+
+    def _ask(self, request: str, *arguments: object) -> Any:
+        """Make a request to the store, which may be stopped, or behind a network that is cut."""
+        call = partial(getattr(self._store, request), *arguments)
+        return answered(call, self._deadline.left() + STORE_SECONDS)
 
     def _check_others(self) -> None:
-        if self._store.check([_GIVEN_UP]):
-            reason = bytes(self._store.get(_GIVEN_UP)).decode()
+        if self._ask("check", [_GIVEN_UP]):
+            reason = bytes(self._ask("get", _GIVEN_UP)).decode()
             raise RendezvousFailed(f"No rank can join: {reason}")
         if not self._deadline.left():
             raise TimeoutError("they didn't come")
@@ -139,7 +145,7 @@ class _Handshake:
         """Return the ranks that are not in ``peers``, and whose sockets are closed."""
         gone = []
         for other in set(range(self._size)) - {self._rank} - set(peers):
-            if other in self._names or self._store.check([f"address/{other}"]):
+            if other in self._names or self._ask("check", [f"address/{other}"]):
                 # Too short for an introduction, so a rank that is there ignores it.
                 with suppress(BlockingIOError):
                     try:
@@ -239,8 +245,9 @@ def connect(
     except BaseException as error:
         # The others are not to wait for this rank.
         with suppress(RuntimeError):
-            if not store.check([_GIVEN_UP]):
-                store.set(_GIVEN_UP, f"rank {rank} could not join: {error}")
+            answered(
+                partial(_give_up, store, f"rank {rank} could not join: {error}"), STORE_SECONDS
+            )
         for peer in peers.values():
             peer.close()
         if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
@@ -250,12 +257,22 @@ def connect(
                 f"Rank {rank} of {size} can't share memory with the others: {error}. Raise the "
                 "limit on open files (ulimit -n)."
             ) from error
+        if isinstance(error, NoAnswer):
+            raise RendezvousFailed(
+                f"Rank {rank} of {size} can't join the group: of the store where the ranks meet, "
+                f"{error}. See whether the process that keeps it is suspended, or the network cut."
+            ) from error
         absent = named(sorted(set(range(size)) - set(peers) - {rank})).lower()
         raise RendezvousFailed(
             f"Rank {rank} of {size} waited up to {timeout:g} s for {absent} to share memory with "
             f"it: {error}. See whether they started, and whether all ran as one user."
         ) from error
     return segment, slots, peers
+
+
+def _give_up(store: dist.Store, reason: str) -> None:
+    if not store.check([_GIVEN_UP]):
+        store.set(_GIVEN_UP, reason)
 
 
 def _close(sockets: list[socket.socket]) -> None:
