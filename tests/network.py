@@ -24,7 +24,7 @@ class Hosts:
     """Some hosts, numbered from 0, with one cable each to a switch."""
 
     def __init__(self, names: list[str], switch: str) -> None:
-        self._names, self._switch = names, switch
+        self._names, self.switch = names, switch
         self._hostnames: dict[int, str] = {}
 
     def rename(self, host: int, hostname: str, known: str) -> None:
@@ -59,7 +59,7 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Pull the cable of ``host`` out of the switch: nothing arrives, and nothing is told."""
-        _ip("-n", self._switch, "link", "set", f"port{host}", "down")
+        _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
 
 @contextmanager
