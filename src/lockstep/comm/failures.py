@@ -95,7 +95,7 @@ def answered(call: Callable[[], _Result], seconds: float) -> _Result:
     if errors:
         raise errors[0]
     if not results:
-        raise NoAnswer(f"there was no answer within {seconds:g} s")
+        raise NoAnswer(f"there was no answer within {round(seconds, 1):g} s")
     return results[0]
 
 

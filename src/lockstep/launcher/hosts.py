@@ -204,7 +204,9 @@ class Host:
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
                     f"{own_addresses()}"
                 )
-            time.sleep(_POLL_SECONDS)  # not store.wait(), which handles no signals
+            time.sleep(_POLL_SECONDS)
+        for host in hosts[1:]:
+            self._is_gone(host, meeting)  # its connection is kept
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
 
     def interrupt(self, number: int) -> None:
