@@ -1,4 +1,4 @@
-"""Each fault in each phase of a run of two hosts: the trials of benchmarks/faults_between_hosts.py."""
+"""Each fault in each phase of a run of two hosts: trials of benchmarks/faults_between_hosts.py."""
 
 from __future__ import annotations
 
