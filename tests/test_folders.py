@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.folders import Folder, open_own, open_regular
+from lockstep.folders import Folder, new_text, open_own, open_regular
 from lockstep.printable import printable
 
 
@@ -109,3 +109,17 @@ def test_removing_takes_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
 def test_a_terminal_gets_no_escapes_of_others() -> None:
     assert printable("layer.weight ünï") == "layer.weight ünï"
     assert printable("\x1b[2J\r\n\u202e\udcff[/nope]") == r"\x1b[2J\r\n\u202e\udcff[/nope]"
+
+
+@pytest.mark.parametrize("put", KINDS)
+def test_a_new_text_takes_the_place_of_what_was_there(tmp_path: Path, put: Callable) -> None:
+    (tmp_path / "victim").write_text("kept")
+    put(tmp_path / "name")
+    if put is a_folder:
+        with pytest.raises(OSError, match=r"Is a directory|not permitted"):
+            new_text(tmp_path / "name")
+    else:
+        with new_text(tmp_path / "name") as file:
+            file.write("new")
+        assert (tmp_path / "name").read_text() == "new"
+    assert (tmp_path / "victim").read_text() == "kept"

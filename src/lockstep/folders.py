@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -168,6 +168,17 @@ def open_own(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None =
         os.close(descriptor)
         raise
     return descriptor
+
+
+def new_text(path: Path) -> TextIO:
+    """Open a new file for text, in place of a file or link that was there; lines end in a newline.
+
+    Raises:
+        OSError: If it can't be made; a folder there is left.
+    """
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return open(path, "x", newline="", encoding="utf-8")
 
 
 def _checked_regular(descriptor: int) -> os.stat_result:

@@ -122,7 +122,7 @@ def test_a_folder_of_a_trace_may_be_removed(
     told(caplog, "JSON", os.strerror(errno.ENOENT))
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "hard link", "folder", "device"])
 def test_what_stands_in_place_of_a_trace_is_left_alone(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +134,7 @@ def test_what_stands_in_place_of_a_trace_is_left_alone(
     {
         "pipe": lambda: os.mkfifo(path),
         "link": lambda: path.symlink_to(other),
+        "hard link": lambda: path.hardlink_to(other),
         "folder": path.mkdir,
         "device": lambda: os.mknod(path, 0o020666, os.makedev(1, 7)),
     }[kind]()

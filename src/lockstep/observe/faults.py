@@ -10,13 +10,13 @@ import errno
 import logging
 import os
 import select
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.errors import TraceError
+from lockstep.folders import open_own
 
 _log = logging.getLogger("lockstep")
 _CHUNK_BYTES = select.PIPE_BUF  # for which a pipe that polls as writable has room
@@ -102,7 +102,7 @@ class Spool:
         self._descriptor: int | None = None
         with only_observing(f"{what} can't be written to {path}", lost):
             make_folder(path.parent)
-            self._descriptor = _open_to_append(path)
+            self._descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
 
     @property
     def is_open(self) -> bool:
@@ -140,13 +140,3 @@ class Spool:
             with suppress(OSError):
                 os.close(descriptor)
             give_up(f"{self._what} can't be written to {self.path}", error, self._lost)
-
-
-def _open_to_append(path: Path) -> int:
-    # A pipe would be waited for, and what others have put there may be one.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.ENOTSUP, "it is no file")
-    return descriptor

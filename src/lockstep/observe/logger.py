@@ -23,6 +23,7 @@ from lockstep import spans
 from lockstep.arguments import as_number, as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.errors import MissingExtra
+from lockstep.folders import new_text
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.status import in_a_second, in_time
 from lockstep.world import this_rank
@@ -194,7 +195,7 @@ class _Csv:
         self._columns += columns
         temporary = self.path.with_suffix(".csv.tmp")
         try:
-            with open(temporary, "w", newline="") as file:
+            with new_text(temporary) as file:
                 writer = csv.writer(file)
                 writer.writerow(self._columns)
                 rows = itertools.islice(self._rows(), 1, None)

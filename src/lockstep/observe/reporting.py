@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.errors import TraceError
+from lockstep.folders import new_text
 from lockstep.observe.analysis import PHASES, Share, Summary, shares, summary
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
@@ -64,7 +65,8 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
         if not text:
             title = f"lockstep: {path.resolve().name}"
             html = page(title, words, facts, ranks, steps, (columns, rows), shown)
-            (path / "report.html").write_text(html)
+            with new_text(path / "report.html") as file:
+                file.write(html)
     except OSError as error:
         raise TraceError(f"{folder} can't be written to: {error.strerror}.") from error
     console = Console(highlight=False, markup=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import TraceError
+from lockstep.folders import new_text
 from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, told_apart
 
 # The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
@@ -199,7 +200,7 @@ def _array(lines: Iterator[str]) -> Iterator[str]:
 def _replace(path: Path, parts: Iterator[str]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "w") as file:
+        with new_text(temporary) as file:
             file.writelines(parts)
         os.replace(temporary, path)
     except BaseException:  # a full disk, mostly: leave the room to others
