@@ -491,3 +491,19 @@ def test_two_means_of_nothing_in_one_backward() -> None:
 def test_weights_that_are_trained_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight\.detach\(\)"):
         lockstep.mean(torch.ones(2), weight=torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("weight", [None, 2.0, torch.ones(3)])
+def test_an_error_of_the_device_is_not_taken_for_one_of_the_weight(weight, monkeypatch) -> None:
+    """As that of an earlier kernel, which CUDA reports at the next use of the device."""
+
+    def late(*args, **options):
+        if args[0] is weight and options.get("device") == "cpu":  # a number is no use of it
+            return torch.tensor(weight, dtype=torch.float64)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    values = torch.ones(3)
+    for owner, name in ((torch, "as_tensor"), (torch, "ones"), (torch.Tensor, "to")):
+        monkeypatch.setattr(owner, name, late)
+    with pytest.raises(RuntimeError, match=r"^CUDA error: device-side assert"):
+        lockstep.mean(values, weight=weight)

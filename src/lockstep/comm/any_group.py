@@ -33,6 +33,7 @@ from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, LockstepError, SharedMemoryFull
 from lockstep.spans import span
+from lockstep.torch_private import AllgatherOptions
 
 _log = logging.getLogger(__name__)
 
@@ -239,9 +240,10 @@ def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Pending:
     Every rank must call it; it returns at once.
     """
     memory = torch.view_as_real(memory) if memory.is_complex() else memory
-    parts = list(memory.view(group.size(), -1))
-    own = parts[group.rank()]
-    return Pending(group, "all_gather", partial(group.allgather, [parts], [own]), own.nbytes)
+    own = memory.view(group.size(), -1)[group.rank()]
+    # Of a list of outputs, NCCL would make one tensor first, as large as all of them.
+    start = partial(group._allgather_base, memory.view(-1), own, AllgatherOptions())
+    return Pending(group, "all_gather", start, own.nbytes)
 
 
 def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:

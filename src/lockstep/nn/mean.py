@@ -165,17 +165,20 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
             "weight.detach(), or multiply the losses yourself."
         )
     if weight is None:
-        weight = 1.0
+        return torch.ones((), dtype=torch.float64, device=values.device).expand(values.shape)
     try:
-        counts = torch.as_tensor(weight, dtype=torch.float64, device=values.device)
-        expanded: torch.Tensor = counts.expand(values.shape)
+        counts = weight
+        if not isinstance(counts, torch.Tensor):
+            counts = torch.as_tensor(weight, dtype=torch.float64, device="cpu")
+        torch.empty(counts.shape, device="meta").expand(values.shape)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         wanted = (
             f"a number or a tensor that can be broadcast to {tuple(values.shape)}, as values is"
         )
         kind = ValueError if isinstance(weight, torch.Tensor) else TypeError
         raise kind(refusal("weight", weight, wanted)) from error
-    return expanded
+    # Apart from that: what a device reports here may be an error of an earlier kernel.
+    return counts.to(values.device, torch.float64).expand(values.shape)
 
 
 @uncompiled

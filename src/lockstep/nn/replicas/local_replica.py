@@ -94,7 +94,8 @@ class _Leaf:
         if self._version != (version := version_of(original)):
             self._version = version
             with torch.no_grad():
-                leaf.copy_(original, non_blocking=True)
+                # The CPU would read a copy that goes on meanwhile.
+                leaf.copy_(original, non_blocking=leaf.device.type != "cpu")
         return True
 
 
