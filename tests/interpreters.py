@@ -253,6 +253,9 @@ def _serve(line: socket.socket) -> object:
         if between == 0:
             pid = os.fork()
             if pid == 0:
+                # Its number is closed below. Freed when the process ends, it would close what has
+                # that number by then, such as one of Gloo's that a thread waits for.
+                line.detach()
                 return _become(*received)
             os.write(telling, str(pid).encode())
             os._exit(0)

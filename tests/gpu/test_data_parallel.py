@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.keeps_descriptors("CUDA opens some when it is first used, and keeps them"),
     pytest.mark.timeout(SECONDS),
+    pytest.mark.forks,
 ]
 
 GPU = torch.device("cuda", 0)

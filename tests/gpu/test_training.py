@@ -18,6 +18,7 @@ import lockstep
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.timeout(300),
+    pytest.mark.forks,
 ]
 
 GPU = torch.device("cuda", 0)

@@ -1,0 +1,176 @@
+// A simulated accelerator: N devices in the host's memory, with truly asynchronous streams.
+//
+// Compiled with SIMULATE_CUDA it is what torch calls CUDA, for builds of torch without it; otherwise
+// it is PrivateUse1. See tests/simulated/__init__.py for what it is for.
+#include <torch/csrc/utils/pybind.h>
+
+#include "collectives.h"
+
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+
+#ifdef SIMULATE_CUDA
+#define KEY CUDA
+// torch looks for them once, when it first asks what CUDA has: this is loaded before torch is.
+namespace at {
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", simulated::Hooks);
+}
+#else
+#define KEY PrivateUse1
+#endif
+
+namespace simulated {
+
+// Torch's DistributedDataParallel asks for one, to tell of times in its log.
+struct Timer final : c10d::Timer {
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
+C10_REGISTER_GUARD_IMPL(KEY, Guard)
+REGISTER_ALLOCATOR(DEVICE_TYPE, &device_allocator)
+
+TORCH_LIBRARY_IMPL(_, KEY, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, KEY, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("as_strided", as_strided);
+  library.impl("resize_", resize_);
+  library.impl("view", view);
+  library.impl("_reshape_alias", reshape_alias);
+  library.impl("copy_", copy_);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", item);
+  library.impl("set_.source_Storage_storage_offset", set_storage_and_layout);
+  library.impl("set_.source_Storage", set_storage);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("record_stream", record_stream);
+  library.impl(
+      "convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  library.impl(
+      "convolution_backward_overrideable",
+      torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+void set_delay(int64_t default_stream, int64_t side_streams, int device) {
+  for (int index = 0; index < num_devices(); index++) {
+    if (device >= 0 && device != index) continue;
+    delays[index].default_stream = default_stream;
+    delays[index].side_streams = side_streams;
+  }
+}
+
+void observe_host_waits(py::object observer) {
+  if (observer.is_none()) {
+    host_wait_observer = nullptr;
+    return;
+  }
+  auto* kept = new py::object(std::move(observer));  // it may be called by other threads for ever
+  host_wait_observer = [kept](const std::string& what) {
+    py::gil_scoped_acquire locked;
+    (*kept)(what);
+  };
+}
+
+// Runs whatever is still enqueued, when the process ends.
+void finish() {
+  if (!is_used || is_forked) return;
+  WithoutInterpreterLock unlocked;
+  for (int device = 0; device < num_devices(); device++)
+    for (auto* stream : Streams::of_device(device)) stream->wait(stream->last());
+}
+
+// Where other processes find a tensor's memory: process, file, offset, bytes.
+py::tuple share(const at::Tensor& tensor) {
+  auto& arena = Arena::of(tensor.device().index());
+  auto offset = static_cast<const char*>(tensor.storage().data()) - arena.start;
+  TORCH_CHECK(
+      offset >= 0 && offset < int64_t(Arena::NUM_BYTES),
+      "Memory that came from another process can't be sent on (simulated).");
+  return py::make_tuple(getpid(), arena.file, int64_t(offset), tensor.storage().nbytes());
+}
+
+// The memory that share() has told of, as bytes. It stays mapped: enqueued work may use it.
+at::Tensor map_shared(int device, int64_t process, int file, int64_t offset, size_t num_bytes) {
+  auto path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(file);
+  int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  TORCH_CHECK(opened >= 0, "The memory of process ", process, " is no more there.");
+  int64_t first_page = offset / 4096 * 4096;
+  auto* start = static_cast<char*>(mmap(
+      nullptr, num_bytes + offset - first_page, PROT_READ | PROT_WRITE, MAP_SHARED, opened,
+      first_page));
+  close(opened);
+  TORCH_CHECK(start != MAP_FAILED, "The memory of process ", process, " can't be mapped.");
+  c10::Device where(DEVICE_TYPE, device);
+  c10::DataPtr data(start + (offset - first_page), where);
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t{}, num_bytes, std::move(data), nullptr, false);
+  auto bytes = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(where));
+  return set_storage(bytes, storage);
+}
+
+BackendPtr make_backend(
+    const std::string& name, int64_t id, StorePtr store, BackendPtr on_host, py::function given) {
+  auto* create = new py::function(std::move(given));  // threads of devices may free the last group
+  auto create_gloo = [create](int number) {
+    py::gil_scoped_acquire locked;
+    return (*create)(number).cast<BackendPtr>();
+  };
+  return c10::make_intrusive<Backend>(
+      name, id, std::move(store), std::move(on_host), std::move(create_gloo));
+}
+
+// Once torch's own classes are known to Python.
+void add_classes(py::module_ module) {
+  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(
+      module, "Backend", py::dynamic_attr())
+      .def("comm_split_count", [](Backend&) { return 0; });
+}
+
+}  // namespace simulated
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, simulated::DEVICE_TYPE, simulated::Timer);
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace simulated;
+#ifndef SIMULATE_CUDA
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+#endif
+  pthread_atfork(nullptr, nullptr, [] {
+    if (is_used) is_forked = true;
+  });
+  module.def("num_devices", &num_devices);
+  module.def("get_device", [] { return current_device; });
+  module.def("set_device", [](int device) {
+    Streams::check(device);
+    current_device = device;
+  });
+  module.def("is_forked", [] { return is_forked.load(); });
+  module.def("is_used", [] { return is_used.load(); });
+  module.def("default_generator", [](int device) { return default_generator(device); });
+  module.def("sleep", [](int64_t milliseconds) {
+    current_stream(current_device).submit("sleep", [milliseconds] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    });
+  });
+  module.def(
+      "set_delay", &set_delay, py::arg("default_stream"), py::arg("side_streams"),
+      py::arg("device") = -1);
+  module.def("observe_host_waits", &observe_host_waits);
+  module.def("num_host_waits", [] { return num_host_waits.load(); });
+  module.def("finish", &finish);
+  module.def("memory", [](int device) {
+    auto counts = Memory::get().counts(device);
+    return py::make_tuple(counts.num_allocated, counts.peak, counts.total);
+  });
+  module.def("reset_peak", [](int device) { Memory::get().reset_peak(device); });
+  module.def("add_classes", [module] { add_classes(module); });
+  module.def("make_backend", &make_backend);
+  module.def("share", &share);
+  module.def("map_shared", &map_shared);
+}

@@ -1,0 +1,135 @@
+"""The simulated device itself: what it finds, and what it has to be for that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from tests.simulated import cuda
+
+GPU = torch.device("cuda", 0)
+
+
+def test_what_is_read_too_early_is_wrong_and_what_is_waited_for_is_right() -> None:
+    side = torch.cuda.Stream()
+    x = torch.ones(4, device=GPU)
+    torch.cuda.synchronize()
+    with cuda.delayed("0,lazy"):
+        with torch.cuda.stream(side):
+            y = x * 2
+        early = y.clone()
+        torch.cuda.current_stream().synchronize()
+        assert early.ne(2).all()
+        torch.cuda.current_stream().wait_stream(side)
+        assert y.eq(2).all()
+
+
+def test_a_copy_for_which_nobody_waits_comes_late() -> None:
+    with cuda.delayed("lazy"):
+        there = torch.ones(4, device=GPU).to("cpu", non_blocking=True)
+        before = there.sum().item()
+        torch.cuda.synchronize()
+        assert before != 4 == there.sum().item()
+
+
+def freed_while_a_stream_reads_it(*, is_recorded: bool) -> torch.Tensor:
+    side = torch.cuda.Stream()
+    with cuda.delayed("0,lazy"):
+        x = torch.ones(100, device=GPU)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        if is_recorded:
+            x.record_stream(side)
+        del x
+        torch.full((100,), 5.0, device=GPU)  # takes the memory, unless it is still in use
+        torch.cuda.current_stream().synchronize()
+        side.synchronize()
+        return y.cpu()
+
+
+def test_memory_is_used_again_in_the_order_of_its_own_stream_alone() -> None:
+    assert freed_while_a_stream_reads_it(is_recorded=True).eq(2).all()
+    assert freed_while_a_stream_reads_it(is_recorded=False).ne(2).all()
+
+
+def test_waits_of_the_host_are_counted_by_line() -> None:
+    x = torch.ones(3, device=GPU)
+    with cuda.counted_host_waits() as waits:
+        x.add_(1).mul_(2)
+        assert not waits
+        x.sum().item()
+        torch.nonzero(x)
+    assert [name.partition(":")[0] for name in waits] == ["test_device.py"] * 2
+    assert [name.partition("(")[2] for name in waits] == ["item)", "aten::nonzero)"]
+
+
+def test_each_device_draws_its_own_numbers() -> None:
+    torch.manual_seed(3)
+    first = torch.rand(5, device="cuda:0")
+    second = torch.rand(5, device="cuda:1")
+    assert torch.equal(first.cpu(), second.cpu())  # as GPUs do after the same seed
+    state = torch.cuda.get_rng_state("cuda:1")
+    third = torch.rand(5, device="cuda:1")
+    torch.cuda.set_rng_state(state, "cuda:1")
+    assert torch.equal(third, torch.rand(5, device="cuda:1"))
+
+
+def test_it_is_torchs_accelerator_and_has_pinned_memory_and_autocast() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.accelerator.device_count() == cuda.NUM_DEVICES
+    assert torch.empty(3, pin_memory=True).is_pinned()
+    assert not torch.empty(3).is_pinned()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert (torch.ones(2, 2, device=GPU) @ torch.ones(2, 2, device=GPU)).dtype == torch.bfloat16
+
+
+def test_tensors_of_two_devices_do_not_meet() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(2, device=f"cuda:{cuda.NUM_DEVICES}")
+
+
+def sums(world: lockstep.World) -> tuple[float, float, int]:
+    """What is read before the end of an all-reduce, and after it; and how often the host waited."""
+    x = torch.full((8,), world.rank + 1.0, device=world.device)
+    torch.cuda.synchronize()
+    with cuda.delayed("0,lazy"), cuda.counted_host_waits() as waits:
+        work = dist.all_reduce(x, async_op=True)
+        early = x.clone()
+        work.wait()
+        late = x.clone()
+        num_waits = waits.total()
+        return early.sum().item(), late.sum().item(), num_waits
+
+
+@pytest.mark.forks
+def test_collectives_of_nccl_block_streams_and_never_the_host() -> None:
+    first, second = lockstep.launch(sums, 2)
+    assert first == (8.0, 24.0, 0)
+    assert second == (16.0, 24.0, 0)
+
+
+def in_another_order(world: lockstep.World, is_other: bool) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    x = torch.ones(2, device=world.device)
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    torch.cuda.synchronize()
+    for group in reversed(groups) if is_other and world.rank else groups:
+        dist.all_reduce(x, group=group)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("is_other", [False, True])
+def test_ranks_that_launch_two_groups_in_different_orders_are_told(is_other: bool) -> None:
+    for told in lockstep.launch(in_another_order, 2, (is_other,)):
+        assert ("two communicators in different orders" in told) == is_other
