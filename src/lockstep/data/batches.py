@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from lockstep.comm import bytes_of
+from lockstep.data.faults import add_note, samples_in_words
 from lockstep.data.order import Order
 from lockstep.data.own_generators import generators_in
 from lockstep.data.random_state import RandomState, exclusive, mixed
@@ -228,12 +229,17 @@ class Reader:
         dataset: The user's.
         collate: Makes a batch of a list of samples; or of what the dataset returns for a list of
             indices, if it makes batches itself.
+        rank: The rank that reads.
         makes_batches: Whether the dataset makes batches itself.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, makes_batches: bool) -> None:
-        self.dataset, self._collate = dataset, collate
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], rank: int, *, makes_batches: bool
+    ) -> None:
+        self.dataset, self._collate, self._rank = dataset, collate, rank
         self._makes_batches = makes_batches
+        # The position in a part of the sample that is being read, if it is a single one.
+        self._at: int | None = None
         # What default_collate makes of such samples one by one can be had at once.
         is_collated = collate is default_collate and makes_batches is False
         self._has_tensors = type(dataset) is TensorDataset and is_collated
@@ -257,14 +263,26 @@ class Reader:
 
     def __getitem__(self, part: Part) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
-        if self._has_tensors and (rows := _rows(self.dataset.tensors, part)) is not None:
-            return [row[:0] for row in rows] if part.is_empty else rows
-        with exclusive:
-            batch = self._read_seeded(part)
-            if not part.is_empty:
-                return batch
-            twice = self._read_seeded(Part([part.indices[0]] * 2, part.seed, part.first))
+        self._at = None
+        try:
+            if self._has_tensors and (rows := _rows(self.dataset.tensors, part)) is not None:
+                return [row[:0] for row in rows] if part.is_empty else rows
+            with exclusive:
+                batch = self._read_seeded(part)
+                if not part.is_empty:
+                    return batch
+                twice = self._read_seeded(Part([part.indices[0]] * 2, part.seed, part.first))
+        except Exception as error:
+            add_note(error, self._place_in(part))
+            raise
         return without_samples(batch, twice)
+
+    def _place_in(self, part: Part) -> str:
+        """Say which samples of ``part`` are being read, or put into a batch."""
+        indices, first, what = part.indices, part.first, "in reading or collating"
+        if self._at is not None:
+            indices, first, what = indices[self._at : self._at + 1], first + self._at, "in reading"
+        return f"This was {what} {samples_in_words(indices, first)}, on rank {self._rank}."
 
     def _read_seeded(self, part: Part) -> Any:
         for generator in (*self._unused, *self._used):
@@ -301,16 +319,21 @@ class Reader:
             # torch's generator takes 32 bits of a seed. An odd factor keeps those of positions
             # apart, and takes less time than mixing.
             start = mixed(part.seed)
-            for position, index in enumerate(part.indices, part.first):
-                number = (start + position * _ODD) & _MASK
+            for self._at, index in enumerate(part.indices):
+                number = (start + (part.first + self._at) * _ODD) & _MASK
                 for seed in seeds:
                     seed(number)
                 samples.append(dataset[index])
+            self._at = None
             self._seed(part.seed, part.first, -3)
             return self._collate(samples)
         if callable(read := getattr(dataset, "__getitems__", None)):
             return self._collate(read([*part.indices]))
-        return self._collate([dataset[index] for index in part.indices])
+        samples = []
+        for self._at, index in enumerate(part.indices):
+            samples.append(dataset[index])
+        self._at = None
+        return self._collate(samples)
 
     def _seed(self, *numbers: int) -> None:
         if self._used:

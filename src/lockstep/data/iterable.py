@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from lockstep.comm import all_gather_bytes, any_rank, device_of_facts
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
+from lockstep.data.faults import add_note
 from lockstep.data.random_state import RandomState, exclusive, mixed
 from lockstep.data.self_sharding import (
     NUM_PROBED,
@@ -100,16 +101,20 @@ class StreamReader:
             number, num_shards = self._rank * num_workers + own, self._num_ranks * num_workers
         if is_new:
             self._random = RandomState(mixed(request.seed, number, -4))
-            self._samples = self._begin()
+            self._samples, self._num_read = self._begin(), 0
         end = Answer(request.iteration, own, True, self._shard, None)
         notes = noting_rank if is_new and self._num_ranks > 1 else nullcontext
         with self._random(), shown_as_worker(number, num_shards, self.dataset):
             size = 1 if request.size is None else request.size
+            samples: list[Any] = []
+            place = f"shard {number + 1} of {num_shards} of the dataset, on rank {self._rank}"
             try:
                 with notes() as asked:
-                    samples = [*itertools.islice(self._samples, size)]
-            except Exception:
+                    samples.extend(itertools.islice(self._samples, size))
+            except Exception as error:
                 if not request.is_trial:
+                    read = self._num_read + len(samples)
+                    add_note(error, f"This was in reading, after {read:,} samples of {place}.")
                     raise
                 self._shard = Shard(asked_rank=bool(asked), has_failed=True)
                 return end._replace(shard=self._shard)
@@ -119,7 +124,13 @@ class StreamReader:
             end = end._replace(shard=self._shard)
             if not samples or (len(samples) < size and request.drop_last):
                 return end
-            batch = self._collate(samples[0] if request.size is None else samples)
+            try:
+                batch = self._collate(samples[0] if request.size is None else samples)
+            except Exception as error:
+                samples_are = f"{len(samples):,} samples after the first {self._num_read:,}"
+                add_note(error, f"This was in collating {samples_are} of {place}.")
+                raise
+            self._num_read += len(samples)
         return end._replace(is_end=False, batch=batch)
 
     def _probe(self, request: Request, own: int, num_workers: int) -> Shard:

@@ -27,6 +27,7 @@ from lockstep.data.batches import (
     num_samples,
     samplers_in,
 )
+from lockstep.data.faults import telling_how_workers_end
 from lockstep.data.iterable import Asked, Request, StreamReader, global_stream
 from lockstep.data.order import MAX_KEPT
 from lockstep.data.pace import Pace
@@ -344,13 +345,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         assert self._seed is not None
         # Workers' own seeds, which their worker_init_fn sees, differ by rank, epoch and worker.
         loader.generator.manual_seed(mixed(self._seed, self._epoch, self._rank))
-        return iter(loader)
+        return telling_how_workers_end(iter(loader))
 
     def _make_reader(self) -> Any:
         if self._is_iterable:
             return StreamReader(self.dataset, self.collate_fn, self._rank, self._num_ranks)
         makes_batches = self.batch_sampler is None
-        return Reader(self.dataset, self.collate_fn, makes_batches=makes_batches)
+        return Reader(self.dataset, self.collate_fn, self._rank, makes_batches=makes_batches)
 
     def _iterable_batches(self, skip: int) -> Iterator[Any]:
         """Yield this rank's parts of what is left of an iterable dataset."""
