@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lockstep.comm import hosts as hosts_module
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts import HostsCollectives, HostsTransport, Network
+from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.transport import Signature
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.ranks import run_ranks
@@ -362,6 +363,22 @@ class SilentStore:
         self.num_requests += 1
         self.ends.wait(60)
         raise RuntimeError("the connection has ended")
+
+
+def test_rank_that_is_late_on_another_host_is_named_by_those_that_wait_for_it_there() -> None:
+    """Which time out a moment later, and so does the rank that waits for them."""
+    network: Any = Network.__new__(Network)
+    network._store = store = dist.HashStore()
+    network.ranks, network.rank, network.size = [0, 2], 0, 2
+    fault = Fault.of(CollectiveTimeout("Rank 3 didn't come.", [3], "barrier"))
+    telling = threading.Timer(0.5, lambda: store.set("fault", fault.encode().decode()))
+    telling.start()
+    with (
+        pytest.raises(CollectiveTimeout, match=r"Rank 3 didn't come"),
+        network._naming(Signature("barrier", torch.uint8, ()), 20.0, [0, 1]),
+    ):
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
+    telling.join()
 
 
 def test_store_behind_a_cut_link_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -54,9 +55,10 @@ _FAULT = "fault"
 _PIECE_BYTES = 32 * 1024 * 1024
 # Up to this size the leaders exchange the whole: more messages would cost more than they save.
 _ONE_COLUMN_BYTES = 64 * 1024
-# Ranks wait for those of a column a little longer than these wait for other hosts: then they are
-# told which rank is late, before they take one of their own host for the late one.
+# Ranks whose time is up wait a little for others to name the late rank; and ranks wait for those of
+# a column twice as much longer, before they take one of their own host for the late one.
 _PATIENCE_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 
 
 class HostsTransport(Ranks):
@@ -225,8 +227,10 @@ class Network:
         except CollectiveFailed:
             raise
         except RuntimeError as error:
-            # The rank that failed first has said why before it closed its connections.
-            if (told := self._told_fault()) is not None:
+            # The rank that failed first has said why before it closed its connections. If time was
+            # up, those of other hosts may be waiting for one there, and are about to name that.
+            is_late = "timed out" in str(error).lower()
+            if (told := self._told_fault(_PATIENCE_SECONDS if is_late else 0.0)) is not None:
                 raise told.error(signature.operation) from error
             names = [self.ranks[rank] for rank in ranks if rank != self.rank]
             kind: type[CollectiveFailed] = PeerLost
@@ -234,7 +238,7 @@ class Network:
                 f"One of the ranks {names}, on other hosts, was lost in {signature}: what it wrote "
                 "last tells why."
             )
-            if "timed out" in str(error).lower():
+            if is_late:
                 kind = CollectiveTimeout
                 text = (
                     f"Not all of the ranks {names}, on other hosts, came to {signature} within "
@@ -251,8 +255,11 @@ class Network:
 
         self._ask(tell)
 
-    def _told_fault(self) -> Fault | None:
+    def _told_fault(self, seconds: float) -> Fault | None:
         def told(store: dist.Store) -> Fault | None:
+            deadline = Deadline(seconds)
+            while deadline.left() and not store.check([_FAULT]):
+                time.sleep(_POLL_SECONDS)
             return Fault.decode(bytes(store.get(_FAULT))) if store.check([_FAULT]) else None
 
         return self._ask(told)
@@ -284,7 +291,7 @@ class HostsCollectives(Collectives):
     def __init__(self, transport: HostsTransport, signature: Signature, deadline: Deadline) -> None:
         super().__init__(transport, signature, deadline)  # type: ignore[arg-type]
         self._local = Collectives(transport.local, signature, deadline)
-        later = Deadline(deadline.seconds + _PATIENCE_SECONDS)
+        later = Deadline(deadline.seconds + 2 * _PATIENCE_SECONDS)
         self._after_network = Collectives(transport.local, signature, later)
 
     def barrier(self) -> None:
