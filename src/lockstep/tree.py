@@ -197,7 +197,8 @@ def flat_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_flat(flat: torch.Tensor, header: Header) -> torch.Tensor:
     """Return the tensor of this header that has the elements ``flat``."""
-    if sorted(header.order) != [*range(len(header.shape))]:
-        raise ValueError(f"{header.order} is no order of {len(header.shape)} dimensions")
-    inverse = [header.order.index(d) for d in range(len(header.shape))]
+    dims = range(len(header.shape))
+    if sorted(header.order) != [*dims]:
+        raise ValueError(f"{header.order} is no order of {len(dims)} dimensions")
+    inverse = sorted(dims, key=header.order.__getitem__)
     return flat.view([header.shape[d] for d in header.order]).permute(inverse)

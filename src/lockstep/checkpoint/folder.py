@@ -38,11 +38,13 @@ MANIFEST = "manifest.json"
 _ALIGNMENT = 64
 # How often a checkpoint may be removed while it is opened, before that is an error.
 MAX_REMOVED = 20
+_MOST_WORDS = 300  # of an error about what a file says, in characters
 # Of how many ranks the files are kept open.
 _MAX_OPEN = 128
 # What the manifest tells of a checkpoint as a whole.
+_KINDS = {"module", "optimizer", "tensor", "generator", "state", "value"}
 _FACTS = {"lockstep": str, "torch": str, "saved": str, "ranks": int}
-_FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]+) ([0-9a-f]{64})\n")
+_FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]{1,9}) ([0-9a-f]{64})\n")
 NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 
 
@@ -94,7 +96,7 @@ class Manifest:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / MANIFEST
-        self._read = weakref.WeakValueDictionary[str, torch.Tensor]()
+        self._read = weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor]()
         try:
             self._files = Folder(folder)
             first, _, body = self._files.read(MANIFEST).partition(b"\n")
@@ -130,22 +132,31 @@ class Manifest:
         """Return ``function(*args)``, in which any error means that the manifest is damaged."""
         try:
             return function(*args)
-        except CheckpointDamaged:
+        except CheckpointError:
             raise
+        except MemoryError as error:
+            raise self._too_large(self._path.stat().st_size) from error
         except Exception as error:
-            raise self._damaged(f"can't be understood ({type(error).__name__}: {error})") from error
+            what = f"{type(error).__name__}: {excerpt(error)}"
+            raise self._damaged(f"can't be understood ({what})") from error
+
+    def _too_large(self, num_bytes: int) -> CheckpointError:
+        return CheckpointError(
+            f"There is no memory for {num_bytes:,} bytes of {self.folder}. Nothing was loaded. "
+            "Load fewer things, or on a machine with more memory."
+        )
 
     def _parse(self, body: bytes) -> tuple[dict[str, Any], dict[str, Entry], list[int]]:
         facts = json.loads(body)
         sizes = [int(size) for size in facts["bytes"]]
         for name, thing in facts["things"].items():
-            if not isinstance(thing["kind"], str) or "tree" not in thing:
+            if thing["kind"] not in _KINDS or "tree" not in thing:
                 raise ValueError(f"{name!r} has no kind and value")
         for name, kind in _FACTS.items():
             if not isinstance(facts[name], kind):
                 raise TypeError(f"{name!r} is {facts[name]!r}")
-        if not facts["random"]:
-            raise ValueError("there are no random states")
+        if not isinstance(facts["random"], list) or len(facts["random"]) != len(sizes) or not sizes:
+            raise ValueError("the ranks have no random states")
         entries = {
             key: _entry(key, header, pieces, sizes)
             for key, (header, pieces) in facts["tensors"].items()
@@ -193,10 +204,14 @@ class Manifest:
             CheckpointDamaged: If an element isn't as it was written.
         """
         # What is named several times is in memory once.
-        if ranges is None and (known := self._read.get(key)) is not None:
+        request = key, *(ranges or ())
+        if (known := self._read.get(request)) is not None:
             return known
         header, pieces = self.entries[key]
-        flat = torch.empty(header.numel, dtype=header.torch_dtype, device="cpu")
+        try:
+            flat = torch.empty(header.numel, dtype=header.torch_dtype, device="cpu")
+        except RuntimeError as error:
+            raise self._too_large(header.numel * header.torch_dtype.itemsize) from error
         memory, size = bytes_of(flat), flat.element_size()
         for start, stop, file, offset, checksum in pieces:
             if ranges is None or any(first < stop and start < last for first, last in ranges):
@@ -214,9 +229,14 @@ class Manifest:
                         file_of(file),
                     )
         tensor = from_flat(flat, header)
-        if ranges is None:
-            self._read[key] = tensor
+        self._read[request] = tensor
         return tensor
+
+
+def excerpt(error: Exception) -> str:
+    """What an error says, which may have much of a file that others wrote."""
+    words = str(error)
+    return printable(words if len(words) <= _MOST_WORDS else words[:_MOST_WORDS] + "...")
 
 
 def _close(descriptors: Sequence[int]) -> None:

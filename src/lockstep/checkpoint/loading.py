@@ -7,7 +7,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ def load(
         CheckpointNotFound: If there is no checkpoint.
         CheckpointDamaged: If a file of it is missing or isn't as it was written.
         CheckpointMismatch: If it is one of other things, or the ranks ask for different ones.
+        Exception: Whatever the ``load_state_dict()`` of an object raises that is no module or
+            optimizer. All objects are as they were then.
     """
     check_flag("random_state", random_state)
     check_flag("strict", strict)
@@ -145,7 +147,9 @@ def _read_random_states(manifest: Manifest, rank: int, size: int) -> dict[str, A
         torch.Generator().set_state(states["torch"])
         if "numpy" in states and "numpy" in sys.modules:
             sys.modules["numpy"].random.RandomState().set_state(states["numpy"])
-        return dict(states)
+        for device, state in _states_of_devices(states):
+            torch.Generator(device=device).set_state(state)
+        return {name: state for name, state in states.items() if name != "seed"}
 
     # Those of ranks that aren't there any more too, so that all of every file is verified.
     num_saved = len(manifest.facts["random"])
@@ -168,10 +172,16 @@ def _restore(states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
     if "numpy" in states and numpy is not None:
         numpy.random.set_state(states["numpy"])
+    for device, state in _states_of_devices(states):
+        generator_of_device(device).generator.set_state(state)
+
+
+def _states_of_devices(states: dict[str, Any]) -> Iterator[tuple[torch.device, torch.Tensor]]:
+    """Yield the devices of this process of whose generators there are states."""
     if (kind := accelerator()) in states:
         of_devices = states[kind]
         if isinstance(of_devices, torch.Tensor):  # of a release that saved the current device's
             of_devices = [None] * torch.accelerator.current_device_index() + [of_devices]
         for index, state in enumerate(of_devices[: num_accelerators()]):
             if state is not None:
-                generator_of_device(torch.device(kind, index)).generator.set_state(state)
+                yield torch.device(kind, index), state

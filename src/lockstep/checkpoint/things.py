@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.folder import Manifest
+from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
+from lockstep.printable import printable
 from lockstep.tree import Collector, check_tensor, decode, header_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
@@ -22,6 +23,8 @@ _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Puts into a thing what was saved of it, or returns it.
 Action = Callable[[], object]
+# ``load_state_dict`` of a thing.
+Load = Callable[[Any], object]
 
 
 def kind_of(thing: object) -> str:
@@ -113,7 +116,7 @@ def prepare(
             f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
         )
     kind, thing = kind_of(thing), unwrapped(thing)
-    saved_kind, tree = manifest.parse(lambda: (things[name]["kind"], things[name]["tree"]))
+    saved_kind, tree = things[name]["kind"], things[name]["tree"]
     if kind not in ("value", saved_kind):
         raise CheckpointMismatch(
             f"{name!r} was saved as a {saved_kind}, and is to be loaded into a {kind} "
@@ -123,7 +126,7 @@ def prepare(
         _check_module(name, thing, manifest, tree, strict=strict)
     if kind == "tensor":
         check_tensor(thing, name)
-        _check_same(name, thing, manifest, tree["tensor"])
+        _check_same(name, thing, manifest, tree)
     cache: dict[str, torch.Tensor] = {}
 
     def tensor_of(key: str) -> torch.Tensor:
@@ -131,9 +134,10 @@ def prepare(
             cache[key] = manifest.read(key)
         return cache[key]
 
+    put = partial(_put, name, manifest)
     if kind == "optimizer":
         _check_optimizer(name, thing, manifest, names)
-        return partial(thing.load_state_dict, _read_optimizer(name, thing, manifest))
+        return partial(put, thing.load_state_dict, _read_optimizer(name, thing, manifest))
     if saved_kind == "optimizer":
         value = _read_optimizer(name, None, manifest)
     else:
@@ -142,14 +146,37 @@ def prepare(
         state = thing.state_dict()
         own = _plain_names(thing)
         state.update({key: value[plain] for key, plain in own.items() if plain in value})
-        return partial(thing.load_state_dict, state)
+        return partial(put, thing.load_state_dict, state)
     if kind == "tensor":
         return partial(_copy, thing, value)
     if kind == "generator":
+        # So that a state that isn't one is noticed before anything is changed.
+        manifest.parse(torch.Generator(device=thing.device).set_state, value)
         return partial(thing.set_state, value)
     if kind == "state":
-        return partial(thing.load_state_dict, value)
+        return partial(_put_as_it_is, name, manifest, thing.load_state_dict, value)
     return lambda: value
+
+
+def _put(name: str, manifest: Manifest, load_state_dict: Load, state: Any) -> None:
+    """Load what only the thing itself can verify: whether its state is one of its class."""
+    try:
+        load_state_dict(state)
+    except Exception as error:
+        raise CheckpointMismatch(
+            f"{name!r} can't be what it was in the checkpoint {manifest.folder}: "
+            f"{type(error).__name__}: {excerpt(error)}. It and other things may be changed "
+            "in part. Make them anew, and load an older checkpoint, or into what was saved."
+        ) from error
+
+
+def _put_as_it_is(name: str, manifest: Manifest, load_state_dict: Load, state: Any) -> None:
+    """Load the state of an object of the user's, whose errors are its own."""
+    try:
+        load_state_dict(state)
+    except Exception as error:
+        error.add_note(f"({name!r} doesn't take what the checkpoint {manifest.folder} has of it.)")
+        raise
 
 
 def _copy(target: torch.Tensor, value: Any) -> None:
@@ -157,9 +184,10 @@ def _copy(target: torch.Tensor, value: Any) -> None:
         target.copy_(value)
 
 
-def _check_same(name: str, own: torch.Tensor, manifest: Manifest, key: str) -> None:
+def _check_same(name: str, own: torch.Tensor, manifest: Manifest, tree: Any) -> None:
     """Raise CheckpointMismatch unless ``own`` has the shape and dtype that were saved."""
-    saved, is_lazy = manifest.entries[key].header, nn.parameter.is_lazy(own)
+    saved = manifest.parse(lambda: manifest.entries[tree["tensor"]].header)
+    is_lazy = nn.parameter.is_lazy(own)
     if not is_lazy and saved.shape != tuple(own.shape):
         raise CheckpointMismatch(
             f"{name!r} has shape {list(saved.shape)} in the checkpoint {manifest.folder}, and "
@@ -185,43 +213,56 @@ def _check_module(
         if only and strict:
             more = f" ({len(only)} in all)" if len(only) > 1 else ""
             raise CheckpointMismatch(
-                f"{name}.{min(only)}{more} {what}: {manifest.folder}. Nothing was loaded: build "
+                f"{name}.{printable(min(only))}{more} {what}: {manifest.folder}. Nothing was "
+                "loaded: build "
                 "the model that was saved, or pass strict=False."
             )
     for key in saved.keys() & own.keys():
         if isinstance(own[key], torch.Tensor):
-            _check_same(f"{name}.{key}", own[key], manifest, saved[key]["tensor"])
+            _check_same(f"{name}.{key}", own[key], manifest, saved[key])
 
 
 def _check_optimizer(
     name: str, optimizer: Optimizer, manifest: Manifest, names: Mapping[int, str]
 ) -> None:
     """Raise CheckpointMismatch unless the checkpoint's has parameters like the optimizer's."""
-    found = manifest.facts["things"][name]["tree"]["dict"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    others = manifest.parse(
-        lambda: [len(group["dict"]["params"]) for group in found["param_groups"]]
-    )
-    if unlike := _foreign_options(optimizer, manifest.parse(decode, found["param_groups"], str)):
+    saved = manifest.parse(_saved_groups, manifest.facts["things"][name]["tree"])
+    if unlike := _foreign_options(optimizer, saved.options):
         raise CheckpointMismatch(
             f"{name!r} in {manifest.folder} is of another class of optimizers: its options are "
-            f"{unlike}, which {type(optimizer).__name__} doesn't have. Nothing was loaded: make "
-            "the optimizer that was saved."
+            f"{printable(unlike)}, which {type(optimizer).__name__} doesn't have. Nothing was "
+            "loaded: make the optimizer that was saved."
         )
-    if sizes != others:
+    if sizes != saved.sizes:
         raise CheckpointMismatch(
-            f"{name!r} was saved with {others} parameters in its groups, and has {sizes}. Nothing "
-            "was loaded: make the optimizer that was saved."
+            f"{name!r} was saved with {saved.sizes} parameters in its groups, and has {sizes}. "
+            "Nothing was loaded: make the optimizer that was saved."
         )
-    for index, (own, shape) in enumerate(
-        zip(parameters_of(optimizer), found["shapes"], strict=True)
-    ):
+    for index, (own, shape) in enumerate(zip(parameters_of(optimizer), saved.shapes, strict=True)):
         if [*own.shape] != shape:
             called = names.get(id(own), f"parameter {index}")
             raise CheckpointMismatch(
                 f"{name!r}: {called} has shape {shape} in the checkpoint {manifest.folder}, and "
                 f"{[*own.shape]} here. Nothing was loaded: build the model that was saved."
             )
+
+
+class _SavedGroups(NamedTuple):
+    """What the parameter groups of a saved optimizer are."""
+
+    sizes: list[int]  # how many parameters each has
+    options: list[dict[str, Any]]
+    shapes: list[list[int]]  # of all parameters
+
+
+def _saved_groups(tree: Any) -> _SavedGroups:
+    groups, shapes = tree["dict"]["param_groups"], tree["dict"]["shapes"]
+    sizes = [len(group["dict"]["params"]) for group in groups]
+    if sum(sizes) != len(shapes):
+        raise ValueError(f"{sum(sizes)} parameters have {len(shapes)} shapes")
+    named: Callable[[str], Any] = str  # instead of tensors
+    return _SavedGroups(sizes, decode(groups, named), [[*map(int, shape)] for shape in shapes])
 
 
 def _foreign_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:
