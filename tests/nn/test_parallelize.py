@@ -181,7 +181,8 @@ def test_unused_parameters_are_named_once(caplog) -> None:
     assert "branches.1" not in said
 
 
-def test_gradient_nobody_touched_keeps_its_bits() -> None:
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_gradient_nobody_touched_keeps_its_bits(backend: str) -> None:
     """Three times a third is not one: what no rank used must not even pass through the sum."""
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
@@ -195,7 +196,7 @@ def test_gradient_nobody_touched_keeps_its_bits() -> None:
         for name, gradient in before.items():
             assert torch.equal(model.branches[0].get_parameter(name).grad, gradient)
 
-    run_ranks(3, body)
+    run_ranks(3, body, backend=backend)
 
 
 def test_gradient_only_one_rank_adds_to_grows_by_its_share() -> None:

@@ -24,11 +24,14 @@ assert_close = partial(assert_same, tolerance=1e-10)
 class Tower(nn.Module):
     """Layers of which each call uses some."""
 
-    def __init__(self, num_layers: int = 6) -> None:
+    def __init__(self, num_layers: int = 6, *, has_table: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.table = nn.Embedding(7, 4, sparse=True) if has_table else None
 
     def forward(self, x: torch.Tensor, leave_out: int | None) -> torch.Tensor:
+        if self.table is not None:
+            x = x + self.table(torch.arange(len(x)) + (leave_out or 0) % 4)
         for index, layer in enumerate(self.layers):
             if index != leave_out:
                 x = x + torch.tanh(layer(x))
@@ -36,10 +39,14 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_models_in_one_backward_launch_in_one_order(backend: Backend) -> None:
-    """Which of their buckets fill first differs, as each rank leaves out another layer."""
+@pytest.mark.parametrize("has_table", [False, True])
+def test_two_models_in_one_backward_launch_in_one_order(backend: Backend, has_table: bool) -> None:
+    """Which of their buckets fill first differs, as each rank leaves out another layer.
+
+    The gradient of a table is sparse: it comes between its model's buckets and the last of them.
+    """
     torch.manual_seed(4)
-    towers = [Tower().double(), Tower().double()]
+    towers = [Tower(has_table=has_table).double(), Tower().double()]
     data = parts(3)
 
     def loss_of(first, second, x: torch.Tensor, rank: int, turn: int) -> torch.Tensor:
