@@ -10,6 +10,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,29 @@ class Hosts:
     def address6(host: int) -> str:
         """The IPv6 address of ``host``."""
         return f"fd88::{host + 1}"
+
+    @contextmanager
+    def slow_cable(
+        self, host: int, delay_seconds: float, loss: float = 0.0
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Have each packet from and to ``host`` take so long, or be lost with this probability.
+
+        By SIGUSR1, the process that is returned stalls: it passes on none any more.
+        """
+        name, port = self._names[host], f"port{host}"
+        words = [name, self.switch, port, str(delay_seconds), str(loss)]
+        command = [sys.executable, "-m", "tests.slow_cable", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cable:
+            try:
+                assert cable.stdout is not None
+                if cable.stdout.readline() != "ready\n":
+                    pytest.skip("there are no devices of the kind TAP here")
+                _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+                _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "cable")
+                _ip("-n", name, "link", "set", "cable", "up")
+                yield cable
+            finally:
+                cable.kill()
 
     def cut(self, host: int) -> None:
         """Pull the cable of ``host`` out of the switch: nothing arrives, and nothing is told."""
