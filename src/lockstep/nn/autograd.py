@@ -44,18 +44,21 @@ def reached(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     # The node that accumulates a gradient refers to its leaf. So a leaf with a single reference,
     # which is Python's, is in no graph: as those of another model, which is not trained now.
     trained = [leaf for leaf in leaves if leaf.requires_grad and leaf._use_count() > 1]  # type: ignore[attr-defined]
-    if not trained:
-        return []
     # The nodes are not kept: as long as one lives, autograd expects the shape that it was made
     # with, and a parameter that has changed fails inside of autograd, without its name.
-    with torch.enable_grad():
-        uses: torch.Tensor = _UsesAll.apply(*trained)  # type: ignore[no-untyped-call]
-    assert uses.grad_fn is not None
-    nodes: Any = [node for node, _ in uses.grad_fn.next_functions]
     try:
-        return [*compress(trained, [*map(_will_engine_execute_node, nodes)])]
+        return [*compress(trained, [*map(_will_engine_execute_node, accumulators(trained))])]
     except RuntimeError:  # in autograd.grad() of a leaf: no gradient is accumulated
         return []
+
+
+def accumulators(leaves: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what accumulates gradients of ``leaves``, on the stream that is current now if new."""
+    if not leaves:
+        return []
+    with torch.enable_grad():
+        uses: Any = _UsesAll.apply(*leaves)  # type: ignore[no-untyped-call]
+        return [node for node, _ in uses.grad_fn.next_functions]
 
 
 def is_any_reached(leaves: Sequence[torch.Tensor]) -> bool:
@@ -101,9 +104,7 @@ def refuse_distributed(parameter: torch.Tensor) -> object:
             _log.error(NOT_DISTRIBUTED, "model")
             raise ModelError(NOT_DISTRIBUTED % "model")
 
-    with torch.enable_grad():
-        view: Any = parameter.expand_as(parameter)
-    node = view.grad_fn.next_functions[0][0]
+    (node,) = accumulators([parameter])
     node.register_prehook(refuse)
     return node
 

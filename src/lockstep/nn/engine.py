@@ -102,7 +102,6 @@ class Engine:
         )
         self._pending = _Pending()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
-        self._nodes: list[object] = []
         # Runs of parameters with pending gradients, in the order of sharded optimizers' memories.
         self._deferred: list[tuple[list[nn.Parameter], type[PendingBucket]]] = []
         self._has_runs = False
@@ -149,6 +148,8 @@ class Engine:
         for hooks, own_hook in self._hooks:
             hooks.hold_back(own_hook)
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
+        # All on one stream: shown by test_gradients_of_branches_on_two_streams.
+        self._nodes = autograd.accumulators([p for p in self.parameters if p.device.type != "cpu"])
         if autograd.may_be_distributed():
             self.refuse_distributed_autograd()
 
@@ -185,7 +186,7 @@ class Engine:
 
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
-        self._nodes = [*map(autograd.refuse_distributed, self.parameters)]
+        self._nodes += map(autograd.refuse_distributed, self.parameters)
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         others = {id(p) for part in self._inner for p in part.parameters()}
