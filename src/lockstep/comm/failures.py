@@ -93,7 +93,7 @@ def answered(call: Callable[[], _Result], seconds: float) -> _Result:
     thread.start()
     thread.join(min(seconds, threading.TIMEOUT_MAX))
     if errors:
-        raise errors[0]
+        raise errors.pop()  # kept, it would keep itself and, in its frames, the store
     if not results:
         raise NoAnswer(f"there was no answer within {round(seconds, 1):g} s")
     return results[0]
