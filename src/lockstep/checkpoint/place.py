@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -33,7 +34,12 @@ _PIECE_BYTES = 4 * 1024 * 1024
 PATIENCE_SECONDS = 600.0
 _POLL_SECONDS = 0.005
 _LOCK = ".lock"
+_log = logging.getLogger("lockstep")
 _HOLDER = re.compile(rb"process [0-9]+ on .*")
+
+
+class PartMissing(SaveFailed):
+    """Another rank has failed, whose own error has the reason."""
 
 
 class Place:
@@ -50,6 +56,7 @@ class Place:
 
     def __init__(self, path: Path, number: int | None) -> None:
         self._path, self._lock, self.is_abandoned = path, -1, False
+        self._is_there = False  # whether it has its name
         if number is None:
             if (path / MANIFEST).exists():
                 raise SaveFailed(
@@ -104,7 +111,9 @@ class Place:
         self._lock = lock
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and leave the folders to a thread that may be removing old ones."""
+        for name in ("folder", "_around"):
+            vars(self).pop(name, None)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -125,7 +134,18 @@ class Place:
         self.folder.sync()
         self._check_there()
         self._around.rename(_new(self.number), self.final.name)
-        self._around.sync()
+        try:
+            self._around.sync()
+        except OSError:  # it might be gone after a power cut, so it isn't there now
+            self._around.rename(self.final.name, _new(self.number))
+            raise
+        self._is_there = True
+        try:
+            self._prune(keep, in_thread=in_thread)
+        except OSError as error:  # this one is saved nevertheless
+            _log.warning("Older checkpoints in %s can't be removed: %s.", self._path, str(error))
+
+    def _prune(self, keep: int, *, in_thread: bool) -> None:
         numbers = sorted(int(name) for name in self._around.names() if NUMBER.fullmatch(name))
         # The user's own folders may have numbers for names too. They are kept.
         checkpoints = [n for n in numbers if (self._path / f"{n:06}" / MANIFEST).exists()]
@@ -166,7 +186,7 @@ class Place:
                 continue
             self._check_there()
             if self.is_abandoned or self.folder.has(f"rank-{len(parts)}.failed"):
-                raise SaveFailed(f"Rank {len(parts)} has not written its part of {self.final}.")
+                raise PartMissing(f"Rank {len(parts)} has not written its part of {self.final}.")
             if time.monotonic() > end:
                 there = self.folder.names()
                 absent = [r for r in range(len(parts), num_ranks) if f"rank-{r}.json" not in there]
@@ -184,6 +204,8 @@ class Place:
     def put_failure(self, rank: int) -> None:
         """Tell rank 0 of this rank's failure, if the disk allows it."""
         told = f"rank-{rank}.failed"
+        if self._is_there:  # the files are those of a whole checkpoint
+            return
         with suppress(OSError):
             try:  # a full disk has room for that
                 self.folder.rename(file_of(rank), told)

@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from lockstep.arguments import as_whole_number, check_flag
 from lockstep.checkpoint.folder import padded
-from lockstep.checkpoint.place import Place, explained, in_pieces, write_bytes
+from lockstep.checkpoint.place import PartMissing, Place, explained, in_pieces, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
 from lockstep.comm import Deadline
+from lockstep.errors import SaveFailed
 from lockstep.generators import generator_of_device
 from lockstep.spans import span
 from lockstep.tree import Collector, Range
@@ -293,11 +294,15 @@ class Background:
         Raises:
             CheckpointError: If it failed on any.
         """
-        is_done = False
+        is_done, missing = False, None
         while not is_done:
             error = self.finish(_EXCHANGE_SECONDS)
+            if isinstance(error, PartMissing):  # the rank that has failed is about to tell why
+                missing, error = SaveFailed(str(error)), None
             try:
                 is_done = all(ranks.gather(error, self._thread is None))
+                if is_done:
+                    ranks.gather(missing)
             except BaseException:
                 if self._place is not None:
                     self._place.is_abandoned = True
