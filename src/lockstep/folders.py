@@ -62,17 +62,12 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Whether there is something of this name, be it a link that leads nowhere."""
-        try:
-            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+        return os.access(name, os.F_OK, dir_fd=self._descriptor, follow_symlinks=False)
 
-    def make(self, name: str) -> Folder:
+    def make(self, name: str) -> None:
         """Make a folder in it."""
         with _naming(self.path / name):
             os.mkdir(name, dir_fd=self._descriptor)
-            return Folder(Path(name), within=self)
 
     def new_file(self, name: str) -> BinaryIO:
         """Make a file to write to, where there was nothing."""

@@ -38,7 +38,6 @@ MANIFEST = "manifest.json"
 _ALIGNMENT = 64
 # How often a checkpoint may be removed while it is opened, before that is an error.
 MAX_REMOVED = 20
-_MOST_WORDS = 300  # of an error about what a file says, in characters
 # Of how many ranks the files are kept open.
 _MAX_OPEN = 128
 # What the manifest tells of a checkpoint as a whole.
@@ -233,10 +232,9 @@ class Manifest:
         return tensor
 
 
-def excerpt(error: Exception) -> str:
-    """What an error says, which may have much of a file that others wrote."""
-    words = str(error)
-    return printable(words if len(words) <= _MOST_WORDS else words[:_MOST_WORDS] + "...")
+def excerpt(words: object) -> str:
+    """Return the first 300 characters of what may be all of a file that others wrote."""
+    return printable(f"{words!s:.300}")
 
 
 def _close(descriptors: Sequence[int]) -> None:

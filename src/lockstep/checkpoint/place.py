@@ -38,7 +38,7 @@ _log = logging.getLogger("lockstep")
 _HOLDER = re.compile(rb"process [0-9]+ on .*")
 
 
-class PartMissing(SaveFailed):
+class PartMissing(Exception):
     """Another rank has failed, whose own error has the reason."""
 
 
@@ -56,7 +56,6 @@ class Place:
 
     def __init__(self, path: Path, number: int | None) -> None:
         self._path, self._lock, self.is_abandoned = path, -1, False
-        self._is_there = False  # whether it has its name
         if number is None:
             if (path / MANIFEST).exists():
                 raise SaveFailed(
@@ -71,7 +70,7 @@ class Place:
                     if name.startswith(".tmp-") and NUMBER.fullmatch(name.removeprefix(".tmp-")):
                         self._around.remove(name)
                 number = max((int(n) for n in names if NUMBER.fullmatch(n)), default=0) + 1
-                self._around.make(_new(number)).close()
+                self._around.make(_new(number))
             except BaseException:
                 self.close()
                 raise
@@ -139,7 +138,6 @@ class Place:
         except OSError:  # it might be gone after a power cut, so it isn't there now
             self._around.rename(self.final.name, _new(self.number))
             raise
-        self._is_there = True
         try:
             self._prune(keep, in_thread=in_thread)
         except OSError as error:  # this one is saved nevertheless
@@ -204,13 +202,13 @@ class Place:
     def put_failure(self, rank: int) -> None:
         """Tell rank 0 of this rank's failure, if the disk allows it."""
         told = f"rank-{rank}.failed"
-        if self._is_there:  # the files are those of a whole checkpoint
-            return
         with suppress(OSError):
+            # By its name, which the folder hasn't any more once the checkpoint is whole.
+            folder = Folder(Path(_new(self.number)), within=self._around)
             try:  # a full disk has room for that
-                self.folder.rename(file_of(rank), told)
+                folder.rename(file_of(rank), told)
             except FileNotFoundError:
-                self.folder.new_file(told).close()
+                folder.new_file(told).close()
 
 
 def _new(number: int) -> str:

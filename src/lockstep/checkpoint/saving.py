@@ -294,15 +294,15 @@ class Background:
         Raises:
             CheckpointError: If it failed on any.
         """
-        is_done, missing = False, None
-        while not is_done:
+        missing = None
+        while True:
             error = self.finish(_EXCHANGE_SECONDS)
             if isinstance(error, PartMissing):  # the rank that has failed is about to tell why
                 missing, error = SaveFailed(str(error)), None
             try:
-                is_done = all(ranks.gather(error, self._thread is None))
-                if is_done:
+                if all(ranks.gather(error, self._thread is None)):
                     ranks.gather(missing)
+                    return
             except BaseException:
                 if self._place is not None:
                     self._place.is_abandoned = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
-from lockstep.printable import printable
 from lockstep.tree import Collector, check_tensor, decode, header_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
@@ -23,8 +22,6 @@ _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Puts into a thing what was saved of it, or returns it.
 Action = Callable[[], object]
-# ``load_state_dict`` of a thing.
-Load = Callable[[Any], object]
 
 
 def kind_of(thing: object) -> str:
@@ -111,7 +108,7 @@ def prepare(
     """
     things = manifest.facts["things"]
     if name not in things:
-        known = ", ".join(map(repr, things)) or "nothing"
+        known = excerpt(", ".join(map(repr, things)) or "nothing")
         raise CheckpointMismatch(
             f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
         )
@@ -154,29 +151,20 @@ def prepare(
         manifest.parse(torch.Generator(device=thing.device).set_state, value)
         return partial(thing.set_state, value)
     if kind == "state":
-        return partial(_put_as_it_is, name, manifest, thing.load_state_dict, value)
+        return partial(thing.load_state_dict, value)
     return lambda: value
 
 
-def _put(name: str, manifest: Manifest, load_state_dict: Load, state: Any) -> None:
-    """Load what only the thing itself can verify: whether its state is one of its class."""
+def _put(name: str, manifest: Manifest, load: Callable[[Any], object], state: Any) -> None:
+    """Load what a module or optimizer alone can verify: whether its state is one of its class."""
     try:
-        load_state_dict(state)
+        load(state)
     except Exception as error:
         raise CheckpointMismatch(
             f"{name!r} can't be what it was in the checkpoint {manifest.folder}: "
-            f"{type(error).__name__}: {excerpt(error)}. It and other things may be changed "
-            "in part. Make them anew, and load an older checkpoint, or into what was saved."
+            f"{type(error).__name__}: {excerpt(error)}. It and other things may be changed in "
+            "part: make them anew, and load an older checkpoint."
         ) from error
-
-
-def _put_as_it_is(name: str, manifest: Manifest, load_state_dict: Load, state: Any) -> None:
-    """Load the state of an object of the user's, whose errors are its own."""
-    try:
-        load_state_dict(state)
-    except Exception as error:
-        error.add_note(f"({name!r} doesn't take what the checkpoint {manifest.folder} has of it.)")
-        raise
 
 
 def _copy(target: torch.Tensor, value: Any) -> None:
@@ -187,8 +175,7 @@ def _copy(target: torch.Tensor, value: Any) -> None:
 def _check_same(name: str, own: torch.Tensor, manifest: Manifest, tree: Any) -> None:
     """Raise CheckpointMismatch unless ``own`` has the shape and dtype that were saved."""
     saved = manifest.parse(lambda: manifest.entries[tree["tensor"]].header)
-    is_lazy = nn.parameter.is_lazy(own)
-    if not is_lazy and saved.shape != tuple(own.shape):
+    if not nn.parameter.is_lazy(own) and saved.shape != tuple(own.shape):
         raise CheckpointMismatch(
             f"{name!r} has shape {list(saved.shape)} in the checkpoint {manifest.folder}, and "
             f"{list(own.shape)} here. Nothing was loaded: build the model that was saved."
@@ -213,7 +200,7 @@ def _check_module(
         if only and strict:
             more = f" ({len(only)} in all)" if len(only) > 1 else ""
             raise CheckpointMismatch(
-                f"{name}.{printable(min(only))}{more} {what}: {manifest.folder}. Nothing was "
+                f"{name}.{excerpt(min(only))}{more} {what}: {manifest.folder}. Nothing was "
                 "loaded: build "
                 "the model that was saved, or pass strict=False."
             )
@@ -227,19 +214,20 @@ def _check_optimizer(
 ) -> None:
     """Raise CheckpointMismatch unless the checkpoint's has parameters like the optimizer's."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved = manifest.parse(_saved_groups, manifest.facts["things"][name]["tree"])
-    if unlike := _foreign_options(optimizer, saved.options):
+    tree = manifest.facts["things"][name]["tree"]
+    others, options, shapes = manifest.parse(_saved_groups, tree)
+    if unlike := _foreign_options(optimizer, options):
         raise CheckpointMismatch(
             f"{name!r} in {manifest.folder} is of another class of optimizers: its options are "
-            f"{printable(unlike)}, which {type(optimizer).__name__} doesn't have. Nothing was "
+            f"{excerpt(unlike)}, which {type(optimizer).__name__} doesn't have. Nothing was "
             "loaded: make the optimizer that was saved."
         )
-    if sizes != saved.sizes:
+    if sizes != others:
         raise CheckpointMismatch(
-            f"{name!r} was saved with {saved.sizes} parameters in its groups, and has {sizes}. "
+            f"{name!r} was saved with {others} parameters in its groups, and has {sizes}. "
             "Nothing was loaded: make the optimizer that was saved."
         )
-    for index, (own, shape) in enumerate(zip(parameters_of(optimizer), saved.shapes, strict=True)):
+    for index, (own, shape) in enumerate(zip(parameters_of(optimizer), shapes, strict=True)):
         if [*own.shape] != shape:
             called = names.get(id(own), f"parameter {index}")
             raise CheckpointMismatch(
@@ -248,21 +236,14 @@ def _check_optimizer(
             )
 
 
-class _SavedGroups(NamedTuple):
-    """What the parameter groups of a saved optimizer are."""
-
-    sizes: list[int]  # how many parameters each has
-    options: list[dict[str, Any]]
-    shapes: list[list[int]]  # of all parameters
-
-
-def _saved_groups(tree: Any) -> _SavedGroups:
+def _saved_groups(tree: Any) -> tuple[list[int], list[dict[str, Any]], list[list[int]]]:
+    """Return the groups' numbers of parameters, their options, and all parameters' shapes."""
     groups, shapes = tree["dict"]["param_groups"], tree["dict"]["shapes"]
     sizes = [len(group["dict"]["params"]) for group in groups]
     if sum(sizes) != len(shapes):
         raise ValueError(f"{sum(sizes)} parameters have {len(shapes)} shapes")
     named: Callable[[str], Any] = str  # instead of tensors
-    return _SavedGroups(sizes, decode(groups, named), [[*map(int, shape)] for shape in shapes])
+    return sizes, decode(groups, named), [[*map(int, shape)] for shape in shapes]
 
 
 def _foreign_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from lockstep.checkpoint.folder import open_newest
+from lockstep.checkpoint.folder import excerpt, open_newest
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 from lockstep.printable import printable
 from lockstep.tables import FittedTable
@@ -125,7 +125,7 @@ def export(checkpoint: str, to: str, thing: str = "model") -> None:
         ) from error
     manifest = open_newest(Path(checkpoint))
     if thing not in manifest.facts["things"]:
-        known = ", ".join(map(repr, manifest.facts["things"]))
+        known = excerpt(", ".join(map(repr, manifest.facts["things"])))
         raise CheckpointMismatch(f"There is no {thing!r} in {manifest.folder}, which has {known}.")
     value = manifest.parse(decode, manifest.facts["things"][thing]["tree"], manifest.read)
     if isinstance(value, torch.Tensor):
