@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from torch import nn
 
 import lockstep
 from lockstep.comm import TensorBroadcast, all_gather, any_rank, have_same, start_all_reduce
+from lockstep.comm import backends as backends_module
 from lockstep.comm.failures import _blame, _Note
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost
+from lockstep.comm.shm import connect as connect_module
+from lockstep.comm.shm.transport import ShmTransport
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -144,3 +149,43 @@ def test_who_is_to_blame(
     mine: _Note, others: dict[int, _Note], gone: list[int], late: list[int] | None
 ) -> None:
     assert _blame(range(4), 0, mine, others) == (gone, late)
+
+
+class StoppedStore:
+    """As one whose keeper is stopped before this request is made for the first time."""
+
+    def __init__(self, request: str) -> None:
+        self._store, self._request = dist.HashStore(), request
+        self.goes_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._request:
+            return getattr(self._store, name)
+
+        def request(*_: object) -> None:
+            self.goes_on.wait(60)
+            raise RuntimeError("the connection has ended")
+
+        return request
+
+
+@pytest.mark.parametrize("request_", ["set", "check", "get"])
+def test_no_request_of_ranks_that_connect_waits_for_a_stopped_store(
+    request_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect_module, "STORE_SECONDS", 0.1)
+    store: Any = StoppedStore(request_)
+    with pytest.raises(RendezvousFailed, match=r"Rank 0 of 2 can't join the group: of the store"):
+        ShmTransport(store, 0, 2, 0.2)
+    store.goes_on.set()
+
+
+def test_a_group_that_is_made_does_not_wait_for_a_stopped_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends_module, "STORE_SECONDS", 0.1)
+    store: Any = StoppedStore("add")
+    options: Any = SimpleNamespace(store=store, group_rank=1, group_size=2)
+    with pytest.raises(RendezvousFailed, match=r"Rank 1 of 2 can't join: of the store"):
+        backends_module._own_store(options)
+    store.goes_on.set()

@@ -149,7 +149,7 @@ def check_end(folder: Path, hosts: Hosts | None, kind: str, silence: str) -> str
     if (seconds := ended - float(silent[1])) > END_SECONDS:
         return f"{seconds:.0f} s"
     errors = re.findall(r"^(?:\[rank\d\]: )?lockstep\.errors\.\w+: (.*)$", err, re.MULTILINE)
-    if ranks[1].returncode and not (errors and re.search("store|[Rr]ank 0", errors[-1])):
+    if ranks[1].returncode and not (errors and re.search(r"store|[Rr]anks? \[?0", errors[-1])):
         return f"says {err}"
     return ""
 

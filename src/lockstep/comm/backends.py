@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lockstep.comm.failures import STORE_SECONDS, answered
+from lockstep.comm.failures import STORE_SECONDS, answered, silent_store
 
 if TYPE_CHECKING:
     from lockstep.torch_private import _DistributedBackendOptions
@@ -32,8 +32,11 @@ def _own_store(options: _DistributedBackendOptions) -> dist.Store:
     # After destroy_process_group() torch gives the same names to new groups, and a store may
     # outlive groups (torchrun's does). Ranks create groups in the same order, so each counts for
     # itself. Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
-    add = partial(options.store.add, f"joined/{options.group_rank}", 1)
-    times = answered(add, STORE_SECONDS)
+    rank = options.group_rank
+    try:
+        times = answered(partial(options.store.add, f"joined/{rank}", 1), STORE_SECONDS)
+    except RuntimeError as error:
+        raise silent_store(f"Rank {rank} of {options.group_size} can't join", error) from error
     return dist.PrefixStore(f"{times}/", options.store)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
@@ -97,6 +97,15 @@ def answered(call: Callable[[], _Result], seconds: float) -> _Result:
     if not results:
         raise NoAnswer(f"there was no answer within {round(seconds, 1):g} s")
     return results[0]
+
+
+def silent_store(what: str, error: Exception) -> RendezvousFailed:
+    """Return the error of a rank of which ``what`` is so, as its store doesn't answer."""
+    first_line = str(error).partition("\n")[0]
+    return RendezvousFailed(
+        f"{what}: of the store where the ranks meet, {first_line}. See whether the process that "
+        "keeps it was ended or suspended, or the network cut."
+    )
 
 
 def named(ranks: Sequence[int]) -> str:

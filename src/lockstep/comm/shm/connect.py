@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import STORE_SECONDS, Deadline, NoAnswer, answered, named
+from lockstep.comm.failures import STORE_SECONDS, Deadline, NoAnswer, answered, named, silent_store
 from lockstep.comm.shm.barrier import wait_for
 from lockstep.comm.shm.memory import Segment, map_memory, receive_message, send_message, shut_down
 from lockstep.errors import RendezvousFailed
@@ -258,10 +258,7 @@ def connect(
                 "limit on open files (ulimit -n)."
             ) from error
         if isinstance(error, NoAnswer):
-            raise RendezvousFailed(
-                f"Rank {rank} of {size} can't join the group: of the store where the ranks meet, "
-                f"{error}. See whether the process that keeps it is suspended, or the network cut."
-            ) from error
+            raise silent_store(f"Rank {rank} of {size} can't join the group", error) from error
         absent = named(sorted(set(range(size)) - set(peers) - {rank})).lower()
         raise RendezvousFailed(
             f"Rank {rank} of {size} waited up to {timeout:g} s for {absent} to share memory with "
