@@ -81,7 +81,7 @@ class Agreement:
         self._interruption: tuple[int, float] | None = None
         self._interrupted_by = 0  # the first signal that came to this launcher or was heard of
         self._heard: Outcome | None = None  # of the signal that ended another launcher
-        self._is_hurried = self._has_told_hurry = False
+        self._is_hurried = False
         self._is_noticed, self._lock = False, threading.Lock()
         self._is_over = threading.Event()
         self._is_store_gone = False
@@ -110,10 +110,9 @@ class Agreement:
 
     def interrupt(self, number: int) -> None:
         """Have the ranks of all hosts end by this signal, which came to this launcher."""
-        if not self._interrupted_by:
-            self._interrupted_by = number
-            if not self._is_noticed:
-                self._interruption = number, self._clock()
+        if not self._interrupted_by and not self._is_noticed:
+            self._interruption = number, self._clock()
+        self._interrupted_by = self._interrupted_by or number
 
     def hurry(self) -> None:
         """Have the ranks of all hosts end at once."""
@@ -148,7 +147,7 @@ class Agreement:
                 self._interrupted_by = self._interrupted_by or number
                 self._notify(number)
         elif not self._is_hurried and self._store.check(["hurry"]):
-            self._is_hurried = self._has_told_hurry = True
+            self._is_hurried = True
             os.write(self._notifier, bytes([signal.SIGKILL]))
 
     def _read_signs(self) -> None:
@@ -285,9 +284,8 @@ class Agreement:
             at_seconds += self._offset()
             tell_interruption(self._store, number, at_seconds, self._number)
             self._interruption = None
-        if self._is_hurried and not self._has_told_hurry:
+        if self._is_hurried:
             self._store.set("hurry", "")
-            self._has_told_hurry = True
 
     def _told_interruption(self) -> Outcome | None:
         """The outcome if a signal has ended the launcher of a host, and hence all."""

@@ -245,9 +245,8 @@ def connect(
     except BaseException as error:
         # The others are not to wait for this rank.
         with suppress(RuntimeError):
-            answered(
-                partial(_give_up, store, f"rank {rank} could not join: {error}"), STORE_SECONDS
-            )
+            reason = f"rank {rank} could not join: {error}"
+            answered(partial(store.compare_set, _GIVEN_UP, "", reason), STORE_SECONDS)
         for peer in peers.values():
             peer.close()
         if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
@@ -265,11 +264,6 @@ def connect(
             f"it: {error}. See whether they started, and whether all ran as one user."
         ) from error
     return segment, slots, peers
-
-
-def _give_up(store: dist.Store, reason: str) -> None:
-    if not store.check([_GIVEN_UP]):
-        store.set(_GIVEN_UP, reason)
 
 
 def _close(sockets: list[socket.socket]) -> None:
