@@ -106,8 +106,7 @@ class Host:
             why = "the host that keeps the store there has given up, or something else than "
             why += "'lockstep run' uses that port."
             if isinstance(error, NoAnswer):
-                why = f"of the store there, {error}. See whether the launcher of the host that "
-                why += "keeps it is suspended, or the network cut."
+                why = f"of the store there, {error}. Is its launcher suspended, or the network cut?"
             raise LaunchError(f"The hosts couldn't meet at {meeting.endpoint}: {why}") from error
         patience_seconds, lines = meeting.host_timeout_seconds, self._lines
         self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
