@@ -40,13 +40,8 @@ class Folder:
             self._descriptor = os.open(path, flags)
 
     def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close it; nothing can be done with it any more."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1
 
     def is_at_its_path(self) -> bool:
         """Whether its path leads to it, which it doesn't if it was renamed or removed."""
@@ -80,9 +75,14 @@ class Folder:
             return open_regular(name, dir_fd=self._descriptor)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a regular file."""
-        with os.fdopen(self.open_file(name), "rb") as file:
-            return file.read()
+        """Return the bytes of a file of text, without zeros: a hole takes memory, but no disk."""
+        with _naming(self.path / name), os.fdopen(self.open_file(name), "rb") as file:
+            chunks = []
+            while chunk := file.read(1 << 20):
+                if b"\0" in chunk:
+                    raise OSError(errno.EINVAL, "It has zeros, which text has not")
+                chunks.append(chunk)
+            return b"".join(chunks)
 
     def open_lock(self, name: str) -> int:
         """Return the descriptor of a file to lock, and to write to; it is made if need be.

@@ -20,6 +20,7 @@ from lockstep.checkpoint import loading
 from lockstep.checkpoint.place import Place
 from lockstep.checkpoint.tools import show
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
+from tests.fuzzing import watched
 from tests.ranks import run_ranks
 
 
@@ -217,3 +218,12 @@ def test_names_in_a_checkpoint_do_not_reach_the_terminal_raw(tmp_path, capsys) -
     assert "\a" not in shown
     joined = "".join(shown.split())
     assert all(word in joined for word in ("value.x[/nope]", r"[red]\x1b[2J", "a[/b]", "[bold]"))
+
+
+def test_a_manifest_with_a_hole_takes_no_memory(tmp_path) -> None:
+    path = lockstep.save(tmp_path, step=1)
+    with open(path / "manifest.json", "r+b") as file:
+        size = len(file.read())
+        file.truncate(1 << 40)
+    with watched(size), pytest.raises(CheckpointDamaged, match="It has zeros"):
+        lockstep.load(tmp_path, step=0)
