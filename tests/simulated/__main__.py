@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     failed = 0
     for delay in SETTINGS:
         try:
-            variables = environment(delay=delay)
+            variables = environment(delay=delay, devices=3)
         except CannotBuild as error:
             print(f"skipped: {error}")
             return 0

@@ -76,11 +76,16 @@ def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[torch.T
         return [parameter.grad.cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("delay", ["0,5", "5,0", "0,lazy", "lazy,0", "lazy"])
+@pytest.mark.parametrize(
+    ("world_size", "delay"),
+    [(2, "0,5"), (2, "5,0"), (2, "0,lazy"), (2, "lazy,0"), (2, "lazy"), (3, "0,5"), (3, "lazy")],
+)
 @pytest.mark.parametrize("wrap", [parallelized, wrapped, of_torch])
-def test_gradients_of_branches_on_two_streams(wrap: Callable, delay: str) -> None:
+def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, delay: str) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip("needs a device for each rank")
     expected = two_branches()
-    expected(batch(2)).square().sum(1).mean().backward()
-    for mine in lockstep.launch(gradients, 2, (wrap, delay)):
+    expected(batch(world_size)).square().sum(1).mean().backward()
+    for mine in lockstep.launch(gradients, world_size, (wrap, delay)):
         for own, parameter in zip(mine, expected.parameters(), strict=True):
             torch.testing.assert_close(own, parameter.grad, rtol=1e-10, atol=1e-10)
