@@ -40,13 +40,23 @@ VALUES = {
 }
 
 
+class Scheduler(torch.optim.lr_scheduler.StepLR):
+    """An object that itself refuses states, by errors of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        try:
+            super().load_state_dict(state_dict)
+        except Exception as error:
+            raise CheckpointError("shown") from error
+
+
 def things() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     return {
         "model": model,
         "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "scheduler": Scheduler(optimizer, 2),
         "generator": torch.Generator(),
         "tensor": torch.zeros(20, 30).t(),
         "values": None,
