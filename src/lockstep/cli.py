@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from lockstep import errors, launcher
 from lockstep.errors import BadLaunch, LockstepError
+from lockstep.printable import printable_lines
 
 __all__ = ["main"]
 
@@ -164,7 +165,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except LockstepError as error:
-        print("\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        said = "\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())])
+        # Names of files or hosts, which others may have given, are in it.
+        print(printable_lines(said), file=sys.stderr)
         sys.exit(2)
     if is_well is not None:
         sys.exit(0 if is_well else 1)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 def printable(text: str) -> str:
     r"""Return ``text`` with what a terminal would obey, or not show, as Python's escapes.
@@ -15,3 +19,12 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def printable_lines(text: str) -> str:
+    """Return lines each of which is :func:`printable`, without their colours.
+
+    Of a progress bar, whose states follow each other by carriage returns, the last is left.
+    """
+    lines = _COLOURS.sub("", text).expandtabs().split("\n")
+    return "\n".join(printable(line.rstrip("\r").rpartition("\r")[2]) for line in lines)

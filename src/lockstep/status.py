@@ -18,11 +18,13 @@ from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.printable import printable
+
 # The program's own code, its end, and names of spans (lockstep.spans.NAMES) that tell of others.
 STATES = ("program", "data", "launch", "wait", "save", "end")
 # Makes a rank write the stacks of its threads. Programs use SIGUSR1 and SIGUSR2 for themselves.
 STACKS_SIGNAL = signal.SIGRTMAX - 2
-_MEMORY_NAME = "lockstep-status"
+STACKS_NAME, _MEMORY_NAME = "lockstep-stacks", "lockstep-status"
 _VERSION = 1
 # Each rank has two pages of 4 KiB: numbers and the detail of its state, and what it logs. Before
 # the first rank there is one about the run.
@@ -165,11 +167,12 @@ class RankStatus:
     def read(self) -> RankState:
         """Return what the rank does."""
         found: dict[str, Any] = {name: self._numbers[place] for name, place in _SHOWN.items()}
-        found["state"] = STATES[found["state"]]
+        # Whatever a rank that runs wild has left there is shown.
+        found["state"] = STATES[found["state"] % len(STATES)]
         if found["state"] == "wait":
             found["waited"] += max(0, now() - found["since"])
         detail = bytes(self._memory[_DETAIL_AT : _DETAIL_AT + _MOST_DETAIL_BYTES]).rstrip(b"\0")
-        found["detail"] = detail.decode(errors="replace")
+        found["detail"] = printable(detail.decode(errors="replace"))
         found["logged_step"], found["last_step"], found["values"] = self._read_log()
         return RankState(**found)
 
@@ -177,12 +180,31 @@ class RankStatus:
         numbers = self._numbers
         for _ in range(100):  # a rank that was killed may leave an odd version for ever
             version = numbers[_Number.LOG_VERSION]
-            size = min(numbers[_Number.LOGGED_BYTES], _MOST_LOGGED_BYTES)
+            size = max(0, min(numbers[_Number.LOGGED_BYTES], _MOST_LOGGED_BYTES))
             data = bytes(self._memory[_PAGE_BYTES : _PAGE_BYTES + size])
             step, last = numbers[_Number.LOGGED_STEP], numbers[_Number.LAST_STEP]
             if version % 2 == 0 and version == numbers[_Number.LOG_VERSION]:
-                return step, last, json.loads(data or b"{}")
+                return step, last, _numbers_in(_object_in(data))
         return 0, 0, {}
+
+
+def _object_in(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in a page; an empty one if there is none."""
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers_in(found: dict[str, Any]) -> dict[str, float]:
+    """Return what are numbers, by names that a terminal can show."""
+    numbers = {}
+    for name, value in found.items():
+        if isinstance(value, int | float):
+            with suppress(OverflowError):  # a whole number without a float
+                numbers[printable(name)] = float(value)
+    return numbers
 
 
 class RunStatus:
@@ -212,9 +234,12 @@ class RunStatus:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The supervisor's process id, its program, and when it began, by now()."""
-        text = bytes(self._memory[:_PAGE_BYTES]).split(b"\0", 1)[0]
-        return dict(json.loads(text or b"{}"))
+        """The supervisor's process id, its program, and when it began, by now(); or nothing."""
+        found = _object_in(bytes(self._memory[:_PAGE_BYTES]).split(b"\0", 1)[0])
+        kinds = {"version": int, "pid": int, "program": str, "at": int}
+        if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+            return {}
+        return found | {"program": printable(found["program"])}
 
 
 def running() -> Iterator[RunStatus]:

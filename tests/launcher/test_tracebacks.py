@@ -159,3 +159,19 @@ def test_launch_shows_the_failure_alone_and_keeps_the_whole_traceback(
     assert "PeerLost" not in str(caught.value)
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
+
+
+def test_escapes_of_an_error_reach_no_terminal(bench: Bench) -> None:
+    script = bench.script(
+        r"""
+        import sys
+        print("bar 1\rbar 2", file=sys.stderr)
+        raise ValueError("\x1b]0;owned\a\x1b[31mred\x1b[0m [/nope] \ud800")
+        """
+    )
+    done = bench.run("run", "-n", 1, script)
+    assert done.returncode == 1
+    said = done.stderr.partition("lockstep: ")[2]
+    assert r"ValueError: \x1b]0;owned\x07red [/nope] \ud800" in said
+    assert "\x1b" not in said
+    assert "\a" not in said

@@ -282,14 +282,15 @@ def _drawn(shown: Picture, bars: Sequence[bytes], columns: int, height: int) -> 
     for justify in ("left", "right", "left", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
     for row in rows:
-        table.add_row(
+        cells = (
             f"rank {row.rank}",
             f"{row.num_steps:,} steps",
             row.state,
             f"{row.waiting:.0%} waiting",
             "the others wait for it" if row.is_late else "",
-            style="yellow" if row.is_late else None,
         )
+        # No markup: an operation's name may have brackets.
+        table.add_row(*map(Text, cells), style="yellow" if row.is_late else None)
     text = io.StringIO()
     console = Console(
         file=text, width=max(_NARROWEST, columns - 1), force_terminal=True, highlight=False

@@ -32,6 +32,7 @@ from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.launcher.starting import StartOfMany
+from lockstep.printable import printable_lines
 from lockstep.status import RunStatus
 
 if TYPE_CHECKING:  # it imports torch
@@ -123,8 +124,7 @@ def _conclude(job: Job, outcome: Outcome) -> NoReturn:
             with open(job.caller, "wb") as connection:
                 pickle.dump(outcome, connection)
         elif outcome.message is not None:
-            # A lone surrogate has no encoding, and is escaped as in Python's own tracebacks.
-            os.write(2, f"lockstep: {outcome.message}\n".encode(errors="backslashreplace"))
+            os.write(2, f"lockstep: {printable_lines(outcome.message)}\n".encode())
     os._exit(outcome.exit_status)
 
 

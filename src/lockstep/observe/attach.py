@@ -15,7 +15,17 @@ from rich.text import Text
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
-from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, in_time, now, running, stat_fields
+from lockstep.printable import printable
+from lockstep.status import (
+    STACKS_NAME,
+    STACKS_SIGNAL,
+    RankState,
+    RunStatus,
+    in_time,
+    now,
+    running,
+    stat_fields,
+)
 from lockstep.tables import FittedTable
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
@@ -38,7 +48,8 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         path = os.path.relpath(self.file)
-        return f"{self.file if path.startswith('..') else path}:{self.line}, in {self.function}"
+        file = self.file if path.startswith("..") else path
+        return printable(f"{file}:{self.line}, in {self.function}")
 
 
 class Observed(NamedTuple):
@@ -135,7 +146,11 @@ def _dump(rank: RankState) -> str:
         # A process that doesn't catch the signal would be ended by it.
         if mask is None or not int(mask[1], 16) >> (STACKS_SIGNAL - 1) & 1:
             return ""
-        with open(f"/proc/{rank.pid}/fd/{rank.stacks}", "r+b", buffering=0) as file:
+        path = f"/proc/{rank.pid}/fd/{rank.stacks}"
+        # The numbers are what the rank wrote, and its other files are its own.
+        if STACKS_NAME not in os.path.basename(os.readlink(path)):
+            return ""
+        with open(path, "r+b", buffering=0) as file:
             file.truncate(0)
             os.kill(rank.pid, STACKS_SIGNAL)
             size, deadline = 0, time.monotonic() + _DUMP_SECONDS

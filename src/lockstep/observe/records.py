@@ -8,7 +8,7 @@ that is trained on. The rest are dropped: an iteration failed, say, before its b
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -188,12 +188,17 @@ def trained_batches(found: RankSpans) -> list[Batch]:
 def _with_loaders(found: RankSpans) -> list[Span]:
     """Return the spans, those of data with their loaders."""
     spans = sorted(found.spans, key=lambda span: span.stop)
-    stops = [span.stop for span in spans]
+    of_threads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for index, span in enumerate(spans):
+        if span.name == "data":
+            stops, indices = of_threads[span.thread]
+            stops.append(span.stop)
+            indices.append(index)
     for batch in found.batches:
-        for index in range(bisect_right(stops, batch.time) - 1, -1, -1):
-            if spans[index].name == "data" and spans[index].thread == batch.thread:
-                spans[index] = spans[index]._replace(detail=str(batch.loader))
-                break
+        stops, indices = of_threads[batch.thread]
+        if before := bisect_right(stops, batch.time):
+            index = indices[before - 1]
+            spans[index] = spans[index]._replace(detail=str(batch.loader))
     return spans
 
 

@@ -25,6 +25,7 @@ from lockstep.observe.sections import (
 )
 from lockstep.observe.trace_files import complete, read_folder
 from lockstep.observe.words import in_words
+from lockstep.printable import printable
 from lockstep.tables import FittedTable
 
 _WHERE = "Where the time goes"
@@ -60,15 +61,16 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
         scaling(predict(ranks, counted, given, samples), ranks, samples),
     ]
     shown = [section for section in sections if section is not None]
+    unwritten = None
     try:  # before anything is printed: a reader such as `head` may end this by not reading on
-        complete(path)
+        complete(path, ranks)
         if not text:
-            title = f"lockstep: {path.resolve().name}"
+            title = f"lockstep: {printable(path.resolve().name)}"
             html = page(title, words, facts, ranks, steps, (columns, rows), shown)
             with new_text(path / "report.html") as file:
                 file.write(html)
-    except OSError as error:
-        raise TraceError(f"{folder} can't be written to: {error.strerror}.") from error
+    except OSError as error:  # a full disk, mostly: what it shows is told all the same
+        unwritten = error
     console = Console(highlight=False, markup=False)
     console.print(words, style="bold")
     console.print(f"\n{facts}\n")
@@ -77,9 +79,11 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
         if section.rows:
             console.print(FittedTable(section.columns, section.rows, section.title, section.texts))
             console.print(section.note + "\n")
+    if unwritten is not None:
+        raise TraceError(f"{folder} can't be written to: {unwritten.strerror}.") from unwritten
     if not text:
-        console.print(f"The same as a page, with a timeline: {path / 'report.html'}")
-    console.print(f"All spans: {path / 'trace.json'}, for https://ui.perfetto.dev")
+        console.print(f"The same as a page, with a timeline: {printable(str(path))}/report.html")
+    console.print(f"All spans: {printable(str(path))}/trace.json, for https://ui.perfetto.dev")
 
 
 def _where(

@@ -1,4 +1,4 @@
-"""The files of a trace: spans as ranks wrote them, and JSON in the format of Chrome's tracer.
+"""The files of a trace: spans as ranks write them, and JSON in the format of Chrome's tracer.
 
 A rank's file has lines of two kinds: a JSON object with facts, or the name of a span, times in
 nanoseconds and numbers: ``NAME START STOP STEP THREAD DETAIL BYTES``; for a bucket ``bucket READY
@@ -14,14 +14,16 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
-from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, told_apart
+from lockstep.observe.records import RankSpans
+from lockstep.observe.trace_reader import lines_of, read
+from lockstep.printable import printable
 
 # The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
 _FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
@@ -32,62 +34,6 @@ def spool_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.spans"
 
 
-def read(path: Path) -> RankSpans:
-    """Read a rank's file.
-
-    Raises:
-        TraceError: If it isn't one.
-    """
-    facts: dict[str, Any] = {"offset": 0, "bound": 0}
-    spans: list[Span] = []
-    buckets: list[Bucket] = []
-    logged: list[dict[str, Any]] = []
-    bucket_facts: dict[int, dict[str, Any]] = {}
-    step_ends: list[StepEnd] = []
-    batches: list[Batch] = []
-    loaders: dict[int, dict[str, Any]] = {}
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last end of line is cut off
-        try:
-            if line[:1] == b"{":
-                found = json.loads(line)
-                if "log" in found:
-                    logged.append(found)
-                elif "end_of" in found:
-                    step_ends.append(
-                        StepEnd(found["end_of"], found["time"], 0, found.get("memory", {}))
-                    )
-                elif "loader" in found:
-                    loaders[found.pop("loader")] = found
-                elif "bucket" in found:
-                    bucket_facts[found.pop("bucket")] = found
-                else:
-                    facts |= found
-            elif line.startswith(b"bucket "):
-                buckets.append(Bucket(*map(int, line.split()[1:])))
-            elif line.startswith(b"batch "):
-                time, in_step, of_thread, loader, samples, flag = map(int, line.split()[1:])
-                batches.append(Batch(time, in_step, of_thread, loader, samples, bool(flag)))
-            else:
-                name, start, stop, step, thread, detail, size = line.decode().split(" ")
-                times = int(start), int(stop)
-                spans.append(Span(name, *times, int(step), int(thread), detail, int(size)))
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"{path}, line {number}, isn't of a trace: {error}.") from error
-    if "rank" not in facts:
-        raise TraceError(f"{path} isn't of a trace: it doesn't say of which rank it is.")
-    if offset := facts["offset"]:
-        spans = [s._replace(start=s.start + offset, stop=s.stop + offset) for s in spans]
-        buckets = [
-            b._replace(ready=b.ready + offset, launched=b.launched + offset, done=b.done + offset)
-            for b in buckets
-        ]
-        batches = [b._replace(time=b.time + offset) for b in batches]
-        step_ends = [end._replace(time=end.time + offset) for end in step_ends]
-    lists = spans, buckets, logged, bucket_facts, step_ends, batches, loaders
-    return told_apart(RankSpans(facts["rank"], facts, *lists))
-
-
 def read_folder(folder: Path) -> list[RankSpans]:
     """Read the files of all ranks, in the order of ranks.
 
@@ -96,10 +42,15 @@ def read_folder(folder: Path) -> list[RankSpans]:
     """
     paths = [*folder.glob("rank-*.spans")]
     if not paths:
+        name = printable(str(folder))
         raise TraceError(
-            f"There is no trace in {folder}. Record one: lockstep run --trace {folder} SCRIPT."
+            f"There is no trace in {name}. Record one: lockstep run --trace {name} SCRIPT."
         )
-    return sorted(map(read, paths), key=lambda found: found.rank)
+    ranks = sorted(map(read, paths), key=lambda found: found.rank)
+    numbers = [found.rank for found in ranks]
+    if len({*numbers}) < len(numbers):
+        raise TraceError(f"{printable(str(folder))} has several files of the same rank.")
+    return ranks
 
 
 def events(found: RankSpans) -> Iterator[dict[str, Any]]:
@@ -166,8 +117,11 @@ def drop_later_ranks(folder: Path, num_ranks: int) -> None:
 
 def write_json(folder: Path, rank: int) -> None:
     """Make ``rank-R.json`` of a rank's spans, one event in a line."""
-    found = read(spool_of(folder, rank))
-    _replace(folder / f"rank-{rank}.json", _array(map(json.dumps, events(found))))
+    _write_json(folder, read(spool_of(folder, rank)))
+
+
+def _write_json(folder: Path, found: RankSpans) -> None:
+    _replace(folder / f"rank-{found.rank}.json", _array(map(json.dumps, events(found))))
 
 
 def merge(folder: Path) -> Path | None:
@@ -176,16 +130,17 @@ def merge(folder: Path) -> Path | None:
     spools = [*folder.glob("rank-*.spans")]
     if not paths or len(paths) < len(spools):
         return None
-    lines = (line.rstrip(b",\n") for path in paths for line in path.read_bytes().split(b"\n")[1:-2])
-    _replace(folder / "trace.json", _array(line.decode() for line in lines))
+    found = (line.rstrip(b",") for path in paths for line in lines_of(path))
+    lines = (line for line in found if line not in (b"[", b"]"))
+    _replace(folder / "trace.json", _array(line.decode(errors="replace") for line in lines))
     return folder / "trace.json"
 
 
-def complete(folder: Path) -> None:
-    """Make ``trace.json`` if ranks that were killed have left the folder without."""
+def complete(folder: Path, ranks: Sequence[RankSpans]) -> None:
+    """Make ``trace.json`` of ``ranks`` if some were killed, and left the folder without."""
     if not (folder / "trace.json").exists():
-        for path in folder.glob("rank-*.spans"):
-            write_json(folder, int(path.stem.removeprefix("rank-")))
+        for found in ranks:
+            _write_json(folder, found)
         merge(folder)
 
 

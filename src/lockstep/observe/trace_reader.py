@@ -1,0 +1,288 @@
+"""Reads the file of one rank's trace, of which nothing is believed before it is checked.
+
+It may be damaged, or somebody else's: of another kind, without end, with names that a terminal
+would obey. What isn't as a rank writes it is refused, with the file, the line and what is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.comm import check_room
+from lockstep.errors import SharedMemoryFull, TraceError
+from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, told_apart
+from lockstep.printable import printable
+
+_MOST_LINE_BYTES = 1 << 22  # the parameters of a bucket stand in one line
+_MOST_TIME, _MOST_NUMBER = 1 << 62, 1 << 53
+# What a line takes in memory, as a multiple of its length.
+_GROWTH = 4
+
+Check = Callable[[Any], bool]
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a file, without their ends; a last one that was cut off is left out.
+
+    Raises:
+        TraceError: If it is no file, a line is too long, or there isn't memory for all of it.
+        OSError: If it can't be read.
+    """
+    # A pipe would be waited for.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise TraceError(f"{printable(str(path))} isn't of a trace: it is no file.")
+        is_room_looked_at = False
+        for number in range(1, sys.maxsize):
+            line = file.readline(_MOST_LINE_BYTES)
+            if len(line) == _MOST_LINE_BYTES:
+                raise _damaged(path, number, f"it is longer than {_MOST_LINE_BYTES >> 20} MiB")
+            if not line.endswith(b"\n"):
+                return
+            if not is_room_looked_at:  # not before: the first line may tell that it is no trace
+                is_room_looked_at = True
+                _check_room(path, found.st_size)
+            yield line[:-1]
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    try:
+        check_room(_GROWTH * num_bytes)
+    except SharedMemoryFull as error:
+        raise TraceError(
+            f"{printable(str(path))} has {num_bytes:,} bytes, for which there isn't memory. Read "
+            "it where there is more, or record fewer steps, by --trace-steps."
+        ) from error
+
+
+def _damaged(path: Path, number: int, what: object) -> TraceError:
+    return TraceError(f"{printable(str(path))}, line {number}, isn't of a trace: {what}.")
+
+
+def read(path: Path) -> RankSpans:
+    """Read a rank's file.
+
+    Raises:
+        TraceError: If it isn't one.
+    """
+    reader = _Reader()
+    try:
+        for number, line in enumerate(lines_of(path), 1):
+            try:
+                reader.take(line)
+            except RecursionError as error:
+                raise _damaged(path, number, "it is nested too deeply") from error
+            except ValueError as error:
+                raise _damaged(path, number, printable(str(error))) from error
+    except OSError as error:
+        why = error.strerror or os.strerror(error.errno or errno.EIO)
+        raise TraceError(f"{printable(str(path))} can't be read: {why}.") from error
+    try:
+        return told_apart(reader.result(path))
+    except ValueError as error:
+        raise TraceError(f"{printable(str(path))} isn't of a trace: {error}.") from error
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST_NUMBER
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is int and -_MOST_TIME < value < _MOST_TIME
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_whole_or_none(value: Any) -> bool:
+    return value is None or _is_whole(value)
+
+
+def _are_texts(value: Any) -> bool:
+    return type(value) is list and all(map(_is_text, value))
+
+
+def _are_whole(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_whole, value.values()))
+
+
+def _are_numbers(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(each) is float or (type(each) is int and abs(each) < _MOST_TIME)
+        for each in value.values()
+    )
+
+
+# The facts in a line, by the name that tells them apart; those that must be there come first.
+_LOG: dict[str, Check] = {"log": _are_numbers, "step": _is_whole, "time": _is_time}
+_STEP_END: dict[str, Check] = {"end_of": _is_whole, "time": _is_time, "memory": _are_whole}
+_LOADER: dict[str, Check] = {
+    "loader": _is_whole,
+    "dataset": _is_text,
+    "workers": _is_whole,
+    "persistent": _is_flag,
+    "samples": _is_whole_or_none,
+}
+_BUCKET: dict[str, Check] = {
+    "bucket": _is_whole,
+    "bytes": _is_whole,
+    "parameters": _are_texts,
+    "index": _is_whole,
+    "hooked": _is_flag,
+    "deferred": _is_flag,
+}
+_RANK: dict[str, Check] = {
+    "rank": _is_whole,
+    "host": _is_text,
+    "pid": _is_whole,
+    "boot": _is_text,
+    "world_size": _is_whole,
+    "local_world_size": _is_whole,
+    "device": _is_text,
+    "cores": _is_whole,
+    "offset": _is_time,
+    "bound": _is_time,
+}
+
+
+class _Reader:
+    """Takes the lines of a file, and has what they say."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {"offset": 0, "bound": 0}
+        self._spans: list[Span] = []
+        self._buckets: list[Bucket] = []
+        self._logged: list[dict[str, Any]] = []
+        self._bucket_facts: dict[int, dict[str, Any]] = {}
+        self._step_ends: list[StepEnd] = []
+        self._batches: list[Batch] = []
+        self._loaders: dict[int, dict[str, Any]] = {}
+        self._words: dict[str, str] = {}  # each that comes often, once
+
+    def take(self, line: bytes) -> None:
+        """Take a line.
+
+        Raises:
+            ValueError: If it isn't as a rank writes it.
+            RecursionError: If it is nested too deeply.
+        """
+        if line.startswith(b"{"):
+            self._take_facts(json.loads(line))
+            return
+        name, *words = line.decode().split(" ")
+        if name == "bucket":
+            ready, launched, done, step, number = _numbers(words, 5)
+            self._buckets.append(Bucket(ready, launched, done, _whole(step), _whole(number)))
+        elif name == "batch":
+            time, step, thread, loader, samples, flag = _numbers(words, 6)
+            where = _whole(step), _whole(thread), _whole(loader)
+            self._batches.append(Batch(time, *where, _whole(samples + 1) - 1, bool(flag)))
+        else:
+            if len(words) != 6:
+                raise ValueError(f"it has {len(words) + 1} words, and a span has 7")
+            *numbers, detail, size = words
+            start, stop, step, thread = _numbers(numbers, 4)
+            if stop < start:
+                raise ValueError("the span ends before it begins")
+            of_step = _whole(step), _whole(thread), self._word(detail)
+            self._spans.append(
+                Span(self._word(name), start, stop, *of_step, _whole(*_numbers([size], 1)))
+            )
+
+    def _word(self, word: str) -> str:
+        return self._words.setdefault(word, printable(word))
+
+    def _take_facts(self, found: dict[str, Any]) -> None:
+        if "log" in found:
+            facts = _checked(found, _LOG, 3)
+            facts["log"] = {printable(name): value for name, value in facts["log"].items()}
+            self._logged.append(facts)
+        elif "end_of" in found:
+            facts = _checked(found, _STEP_END, 2)
+            end = StepEnd(facts["end_of"], facts["time"], 0, facts.get("memory", {}))
+            self._step_ends.append(end)
+        elif "loader" in found:
+            facts = _checked(found, _LOADER, 4)
+            self._loaders[facts.pop("loader")] = facts
+        elif "bucket" in found:
+            facts = _checked(found, _BUCKET, 3)
+            self._bucket_facts[facts.pop("bucket")] = facts
+        else:
+            self._facts |= _checked(found, _RANK, 0)
+
+    def result(self, path: Path) -> RankSpans:
+        """Return what was read, by the clock of rank 0.
+
+        Raises:
+            ValueError: If something is missing.
+        """
+        facts = self._facts
+        if not facts.keys() >= {"rank", "host"}:
+            raise ValueError("it doesn't say of which rank it is")
+        own = path.stem.removeprefix("rank-")
+        if own.isdecimal() and int(own) != facts["rank"]:
+            raise ValueError(f"by what it says it is of rank {facts['rank']}")
+        for number in {bucket.number for bucket in self._buckets} - self._bucket_facts.keys():
+            self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": []}
+        spans, buckets, batches, ends = self._spans, self._buckets, self._batches, self._step_ends
+        if offset := facts["offset"]:
+            spans = [s._replace(start=s.start + offset, stop=s.stop + offset) for s in spans]
+            buckets = [
+                b._replace(
+                    ready=b.ready + offset, launched=b.launched + offset, done=b.done + offset
+                )
+                for b in buckets
+            ]
+            batches = [b._replace(time=b.time + offset) for b in batches]
+            ends = [end._replace(time=end.time + offset) for end in ends]
+        lists = spans, buckets, self._logged, self._bucket_facts, ends, batches, self._loaders
+        return RankSpans(facts["rank"], facts, *lists)
+
+
+def _numbers(words: list[str], number: int) -> list[int]:
+    if len(words) != number:
+        raise ValueError(f"it has {len(words)} numbers, and {number} belong there")
+    found = [*map(int, words)]
+    for each in found:
+        if not -_MOST_TIME < each < _MOST_TIME:
+            raise ValueError(f"{each} is too large")
+    return found
+
+
+def _whole(number: int) -> int:
+    if not 0 <= number < _MOST_NUMBER:
+        raise ValueError(f"{number} is where a count belongs")
+    return number
+
+
+def _checked(found: Any, checks: Mapping[str, Check], num_needed: int) -> dict[str, Any]:
+    """Return the known facts among ``found``, texts made printable."""
+    for name in [*checks][:num_needed]:
+        if name not in found:
+            raise ValueError(f"{name!r} is missing")
+    known = {}
+    for name, value in found.items():
+        if name in checks:
+            if not checks[name](value):
+                raise ValueError(f"{name!r} is {repr(value)[:60]}")
+            known[name] = _printable(value)
+    return known
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    return [printable(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,254 @@
+"""What others may have written of a run: traces, logs, and the memory in which ranks tell of it.
+
+Whatever stands there, a reader reads it or tells what is wrong; it takes no more memory or time
+than that is worth, lets no escapes through to the terminal, and writes nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import TraceError
+from lockstep.launcher.live import Live
+from lockstep.observe import attach, logger, report
+from lockstep.observe.trace_files import read
+from lockstep.status import RunStatus
+from tests.fuzzing import mutated, mutated_json, watched
+
+NUM_LONG = 10_000
+EVIL = "\x1b]0;owned\a\x1b[2J[/nope]</script><script>alert(1)</script>\ud800"
+# All but the ends of lines.
+_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def mutations(num_short: int) -> pytest.MarkDecorator:
+    """Let ``make test`` try a few, and ``make test-long`` all."""
+    return pytest.mark.parametrize(
+        "num_mutations", [num_short, pytest.param(NUM_LONG, marks=pytest.mark.long)]
+    )
+
+
+def train(world: lockstep.World, folder: Path) -> None:
+    group = world.process_group
+    model = lockstep.parallelize(torch.nn.Linear(4, 1), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.zeros(16, 4))
+    loader = lockstep.DataLoader(data, 4, seed=0, process_group=group)
+    with lockstep.trace(folder):
+        for (x,) in loader:
+            lockstep.mean(model(x).square(), process_group=group).backward()
+            optimizer.step()
+            lockstep.log(loss=0.5)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trace")
+    lockstep.launch(train, 2, (folder,), ranks="threads")
+    return folder
+
+
+def changed(data: bytes, chance: random.Random) -> bytes:
+    """Change bytes, or what a line says that is JSON."""
+    lines = data.split(b"\n")
+    facts = [index for index, line in enumerate(lines) if line.startswith(b"{")]
+    if not facts or chance.random() < 0.5:
+        return mutated(data, chance)
+    index = chance.choice(facts)
+    lines[index] = mutated_json(lines[index], chance)
+    return b"\n".join(lines)
+
+
+@mutations(30)
+def test_a_report_of_any_trace_is_read_or_refused(
+    num_mutations: int, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {path.name: path.read_bytes() for path in sorted(trace.glob("rank-*.spans"))}
+    num_refused = 0
+    for seed in range(num_mutations):
+        chance = random.Random(seed)
+        folder = tmp_path / f"{seed}"
+        folder.mkdir()
+        hit = chance.choice([*files])
+        mine = {n: changed(data, chance) if n == hit else data for n, data in files.items()}
+        for name, data in mine.items():
+            (folder / name).write_bytes(data)
+        said = ""
+        try:
+            with watched(sum(map(len, mine.values())), writes_in=folder):
+                report(str(folder), text=bool(seed % 4))
+        except TraceError as error:
+            num_refused += 1
+            said = str(error)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        said += capsys.readouterr().out
+        assert not _UNPRINTABLE.search(said), (seed, said)
+        if not num_refused % 50:
+            assert {path.name for path in folder.iterdir()} >= {*files}
+        shutil.rmtree(folder)
+    assert num_mutations // 10 < num_refused < num_mutations
+
+
+def test_a_damaged_line_is_named(trace: Path, tmp_path: Path) -> None:
+    lines = (trace / "rank-0.spans").read_bytes().split(b"\n")
+    path = tmp_path / "rank-0.spans"
+    for line, what in (
+        (b"data 5 1 0 0  0", "ends before it begins"),
+        (b"data 1 2 0 0 0", "it has 6 words"),
+        (b"data 1 2 0 0 0 x", "invalid literal"),
+        (b"bucket 1 2 3 4", "it has 4 numbers"),
+        (b"batch 1 -2 3 4 5 6", "-2 is where a count belongs"),
+        (b'{"end_of": true, "time": 3}', "'end_of' is True"),
+        (b'{"log": {"loss": "x"}, "step": 0, "time": 0}', "'log' is {'loss': 'x'}"),
+        (b'{"bucket": 0, "bytes": 8}', "'parameters' is missing"),
+        (b'{"rank": {}}', "'rank' is {}"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b"x" * (5 << 20), "longer than 4 MiB"),
+        (b"\xff\xfe", "can't decode"),
+    ):
+        path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
+        with pytest.raises(TraceError, match=re.escape(what)) as error:
+            read(path)
+        assert f"{path}, line 3" in str(error.value)
+    path.write_bytes(b"\n".join(lines))
+    path.rename(tmp_path / "rank-7.spans")
+    with pytest.raises(TraceError, match="it is of rank 0"):
+        read(tmp_path / "rank-7.spans")
+
+
+def _put(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "huge":
+        with open(path, "w") as file:
+            file.truncate(1 << 42)
+    elif kind == "larger than memory":
+        with open(path, "w") as file:
+            file.write('{"rank": 0, "host": "h"}\n')
+            file.truncate(1 << 42)
+    else:
+        path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["pipe", "device", "folder", "huge", "larger than memory", "circle"]
+)
+@pytest.mark.parametrize("name", ["rank-0.spans", "rank-1.json"])
+def test_what_is_no_file_is_refused_by_its_name(
+    kind: str, name: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "trace"
+    shutil.copytree(trace, folder)
+    (folder / "trace.json").unlink()
+    _put(kind, folder / name)
+    # The JSON is made anew, where that can be done.
+    is_refused = name == "rank-0.spans" or kind == "folder"
+    with (
+        watched(1 << 20, writes_in=folder),
+        pytest.raises(TraceError, match=str(folder)) if is_refused else nullcontext(),
+    ):
+        report(str(folder), text=True)
+
+
+def test_names_reach_no_terminal_or_page_as_they_are(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "\x1b[2J[/nope]"
+    folder.mkdir(parents=True)
+    names = {"host", "dataset", "parameters", "device"}
+    for path in trace.glob("rank-*.spans"):
+        lines = []
+        for line in path.read_text().splitlines():
+            facts = json.loads(line) if line.startswith("{") else None
+            if facts is not None:
+                facts |= {n: [EVIL] if n == "parameters" else EVIL for n in names & facts.keys()}
+                if "log" in facts:
+                    facts["log"] = {EVIL: 0.5}
+                line = json.dumps(facts)
+            elif line.startswith("wait "):
+                words = line.split(" ")
+                words[5] = EVIL.replace("\ud800", "")
+                line = " ".join(words)
+            lines.append(line)
+        (folder / path.name).write_text("\n".join(lines) + "\n")
+    report(str(folder))
+    said = capsys.readouterr().out
+    assert not _UNPRINTABLE.search(said)
+    assert r"\x1b" in said
+    assert "[/nope]" in said
+    page = (folder / "report.html").read_text()
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert not _UNPRINTABLE.search(page)
+    assert not _UNPRINTABLE.search((folder / "trace.json").read_text())
+
+
+@mutations(25)
+def test_any_memory_of_ranks_is_shown(
+    num_mutations: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By 'lockstep status', and below the output of 'lockstep run'."""
+    monkeypatch.setattr(attach, "_OBSERVED_SECONDS", 0.0)
+    monkeypatch.setattr(attach, "_dump", lambda rank: f'  File "{EVIL}", line 3 in x\n')
+    run = RunStatus.create(f"train.py {EVIL}"[:400], 2)
+    for number, rank in enumerate(run.ranks):
+        rank.begin(number)
+        rank.enter("wait", "all_reduce[/nope]\x1b[2J")
+        rank.log(3, 9, {"loss": 0.5, EVIL: 1.0})
+    monkeypatch.setattr(attach, "running", lambda: iter([run]))
+    whole = bytes(run._memory)
+    for seed in range(num_mutations):
+        chance = random.Random(seed)
+        at = chance.randrange(0, len(whole), 4096)
+        page = mutated(whole[at : at + 4096].rstrip(b"\0") or b"\0", chance)[:4096]
+        run._memory[:] = whole
+        if seed:
+            run._memory[at : at + 4096] = page.ljust(4096, b"\0")
+        try:
+            with watched(len(whole)):
+                if run.facts:
+                    attach.status(stacks=True)
+                live = Live(run, 2)
+                live.due = 0
+                drawn = live.draw(80, 24) + live.close()
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        said = capsys.readouterr().out
+        assert not _UNPRINTABLE.search(said), (seed, said)
+        assert b"\x1b]0" not in drawn, seed
+        assert b"\x1b[2J" not in drawn, seed
+        assert b"\x07" not in drawn, seed
+
+
+@mutations(60)
+def test_any_log_is_continued_or_told_of(
+    num_mutations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "step,loss,lr\n" + "".join(f'{step},0.5,"1e-3"\n' for step in range(20))
+    monkeypatch.setattr(logger, "_logger", logger._Logger())
+    path = tmp_path / "logs" / "log.csv"
+    path.parent.mkdir()
+    for seed in range(num_mutations):
+        data = mutated(rows.encode(), random.Random(seed))
+        path.write_bytes(data)
+        with watched(len(data), writes_in=tmp_path):
+            lockstep.log_to(path, lines=False)
+            lockstep.log({"loss": 0.5, "new": 1.0}, step=20)
+            lockstep.log_to(lines=False)
+        assert {each.name for each in path.parent.iterdir()} == {"log.csv"}
