@@ -183,6 +183,14 @@ class _Note(NamedTuple):
     is_late: bool  # whether its time was up
     gone: list[int]  # the ranks to which its connections have ended
 
+    @classmethod
+    def decode(cls, told: bytes, ranks: range) -> _Note:
+        """Return what another rank has told, as far as it can be read."""
+        with suppress(ValueError, TypeError, RecursionError):
+            is_late, gone = json.loads(told)
+            return cls(bool(is_late), [rank for rank in ranks if rank in gone])
+        return cls(False, [])
+
 
 def _blame(
     ranks: range, rank: int, own: _Note, others: Mapping[int, _Note]
@@ -207,7 +215,7 @@ def _exchange_notes(group: ProcessGroup, own: _Note, found: dict[int, _Note]) ->
         while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):
-                    found[rank] = _Note(*json.loads(bytes(store.get(str(rank)))))
+                    found[rank] = _Note.decode(bytes(store.get(str(rank))), ranks)
             is_known = not grace.left() or set(own.gone) <= set(found)
             if is_known and _blame(ranks, here, own, found)[0]:
                 return

@@ -352,7 +352,7 @@ def told_interruption(
             message=f"ended by {signal_name(number)}{where}; no rank is left running.",
             at_seconds=float(at_seconds) - offset,
         )
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
         return Outcome(1, message="a host was ended, and told nothing that can be read.")
 
 
@@ -396,5 +396,5 @@ def decoded(told: bytes) -> Outcome:
             at_seconds=float(at_seconds),
             lost_a_peer=bool(lost_a_peer),
         )
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return Outcome(1, message="another host failed, and told nothing that can be read.")

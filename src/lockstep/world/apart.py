@@ -101,7 +101,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str,
     watched.num_steps += 1
     is_power = watched.num_steps & (watched.num_steps - 1) == 0
     if is_power or watched.num_steps % _INTERVAL == 0:
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(Exception):  # the store is gone, or has what no rank writes
             watched.is_done = True
             # A closure has yet to compute the gradients.
             has_gradients = not any(map(callable, [*args[1:], *options.values()]))

@@ -68,7 +68,11 @@ class Fault(NamedTuple):
     @classmethod
     def decode(cls, encoded: bytes | bytearray) -> Fault:
         """Return the fault that :meth:`encode` has made ``encoded`` of."""
-        return cls(*json.loads(encoded))
+        try:
+            kind, text, ranks = json.loads(encoded)
+            return cls(str(kind), str(text), [*map(int, ranks)])
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return cls("left", "A rank told of a fault, in words that can't be read.", ())
 
     def encode(self) -> bytes:
         """Return the fault as JSON, with the text cut to fit into a message."""
