@@ -7,10 +7,12 @@ memory among the open files of all supervisors. The name is of no file: nothing 
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -223,7 +225,7 @@ class RunStatus:
     def create(cls, program: str, num_ranks: int) -> RunStatus:
         """Make the pages, in memory that is shared with the processes that this one forks."""
         size = _PAGE_BYTES + num_ranks * _RANK_BYTES
-        descriptor = os.memfd_create(_MEMORY_NAME)
+        descriptor = memory_file(_MEMORY_NAME)
         os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
         os.close(descriptor)
@@ -240,6 +242,23 @@ class RunStatus:
         if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
             return {}
         return found | {"program": printable(found["program"])}
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a file that no folder has, in memory where the system lets it.
+
+    Where it doesn't, as in some sandboxes, the file has no name either: ``lockstep status`` then
+    finds no run.
+    """
+    try:
+        return os.memfd_create(name)
+    except AttributeError:  # Python was built without it
+        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def running() -> Iterator[RunStatus]:

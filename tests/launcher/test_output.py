@@ -259,3 +259,31 @@ def test_run_goes_on_without_logs_when_the_disk_is_full(bench: Bench) -> None:
     assert "failed first: exit code 7" in done.stderr
     assert "Traceback" not in done.stderr
     assert (bench.directory / "logs" / "rank-1.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize(("full", "closed"), [(1, None), (2, None), (None, 1), (None, 2)])
+def test_a_run_whose_output_cannot_be_written_goes_on(
+    bench: Bench, full: int | None, closed: int | None
+) -> None:
+    """On a full disk, or without the stream from the start. What is written elsewhere is there."""
+    script = bench.script(
+        """
+        import sys
+        print("out\\n" * 5000)
+        print("err", file=sys.stderr)
+        open("ended", "w").close()
+        """
+    )
+    with open("/dev/full", "wb") as device:
+        streams = {
+            name: device for number, name in ((1, "stdout"), (2, "stderr")) if number == full
+        }
+        close = None if closed is None else functools.partial(os.close, closed)
+        run = bench.start("run", "-n", 1, script, preexec_fn=close, **streams)
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0
+    assert (bench.directory / "ended").exists()
+    if full == 1:
+        assert "stdout can't be written any more: No space left on device." in err
+    assert 1 in (full, closed) or out.count("out") == 5000
+    assert 2 in (full, closed) or "[rank 0] err" in err

@@ -27,6 +27,7 @@ from lockstep.launcher.agreement import Agreement, tell_interruption, told_inter
 from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
 from lockstep.launcher.failures import Ended, Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
+from lockstep.status import memory_file
 from lockstep.world import (
     Placement,
     Starter,
@@ -83,7 +84,7 @@ class Host:
         # Any user of this host could write to a store at a port. The ranks have one in a nameless
         # file instead, which is open in this process alone: see use_store_of_run(). The port is
         # for programs that open something there themselves.
-        path = f"/proc/{os.getpid()}/fd/{os.memfd_create('lockstep-store')}"
+        path = f"/proc/{os.getpid()}/fd/{memory_file('lockstep-store')}"
         run_id = uuid.uuid4().hex
         return Placement(Starter.LOCKSTEP, 0, size, 0, size, _free_port(), run_id, path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import select
@@ -120,6 +122,7 @@ class Console:
         self._prompts: dict[tuple[int, int], int] = {}
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
         self._mute = False
+        self._full: set[int] = set()  # the streams that can't be written any more
         self.is_ending = False  # whether a signal has come that ends the launcher
         self.broken = False  # whether nobody can read the output any more
         out = Labeller()
@@ -167,8 +170,9 @@ class Console:
             self._show(rank, destination, [rest[:-1] for rest in rests])
         if self._live.goes_on():
             self._write(number, self._labellers[number].finish())
-        size = os.get_terminal_size(number)
-        self._write(number, self._live.draw(size.columns, size.lines))
+        with contextlib.suppress(OSError):  # the terminal is gone since
+            size = os.get_terminal_size(number)
+            self._write(number, self._live.draw(size.columns, size.lines))
         next_times = [self._live.due, *self._prompts.values()]
         return max(0.0, (min(next_times) - now()) / 1e9)
 
@@ -204,7 +208,7 @@ class Console:
         poll = select.poll()
         poll.register(destination, select.POLLOUT)
         poll.register(self._signals, select.POLLIN)
-        view = memoryview(data)
+        view = memoryview(data if destination not in self._full else b"")
         while view and not self._mute and not self.broken:
             ready = dict(poll.poll(_PATIENCE_MS if self.is_ending else None))
             if destination not in ready:
@@ -214,8 +218,17 @@ class Console:
                 view = view[os.write(destination, view[:_CHUNK_BYTES]) :]
             except BlockingIOError:  # it was made non-blocking, and had no room after all
                 pass
-            except OSError:  # a closed pipe or terminal
-                self.broken = True
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.EBADF):  # as `head` leaves it
+                    self.broken = True
+                    return
+                # A full disk, or a terminal that is gone: no reason to end the run.
+                self._full.add(destination)
+                view = view[len(view) :]
+                self.say(
+                    f"{'stdout' if destination == 1 else 'stderr'} can't be written any more: "
+                    f"{error.strerror}. The run goes on; what ranks write there is lost."
+                )
 
 
 def _label(rank: int) -> bytes:

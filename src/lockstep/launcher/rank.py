@@ -31,7 +31,7 @@ from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of
 from lockstep.launcher.processes import PASSED_SIGNALS, end_with_parent
-from lockstep.status import STACKS_NAME, STACKS_SIGNAL, RankStatus
+from lockstep.status import STACKS_NAME, STACKS_SIGNAL, RankStatus, memory_file
 
 LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (
@@ -116,7 +116,7 @@ def _report_to(status: RankStatus, rank: int) -> None:
             status.count_step()
 
     register_optimizer_step_post_hook(after_step)
-    stacks = os.memfd_create(STACKS_NAME)
+    stacks = memory_file(STACKS_NAME)
     # Each dump is appended, so that a reader may empty the file before it asks for one.
     fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)

@@ -31,6 +31,7 @@ from lockstep.launcher.job import (
     name_of,
 )
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
+from lockstep.status import memory_file
 from lockstep.world import allocator_environment, quiet_environment
 
 Result = TypeVar("Result")
@@ -74,7 +75,7 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     # A file rather than a pipe: it takes any size before a reader exists.
     meeting = job.meeting
     name = "lockstep-job" if meeting is None else f"{meeting.mark}{os.getpid()}"
-    descriptor = os.memfd_create(name)
+    descriptor = memory_file(name)
     with open(descriptor, "wb", closefd=False) as file:
         pickle.dump(job, file)
         file.seek(0)

@@ -262,6 +262,11 @@ def no_room(num_bytes: int, error: OSError) -> SharedMemoryFull:
             f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
             "open; raise that limit (ulimit -n), or close what it doesn't need."
         )
+    if error.errno in (errno.ENOSYS, errno.EPERM):
+        return SharedMemoryFull(
+            f"This system doesn't let processes share memory, so there is none for {what}: {error} "
+            "(memfd_create). Use the backend 'gloo', which needs none."
+        )
     return SharedMemoryFull(
         f"There is no room for {what}: {error}. Use less of it, raise this process's limits, or "
         "use the backend 'gloo', which needs none."
