@@ -21,7 +21,8 @@ import lockstep
 from lockstep.errors import TraceError
 from lockstep.launcher.live import Live
 from lockstep.observe import attach, logger, report
-from lockstep.observe.trace_files import read
+from lockstep.observe.analysis import shares
+from lockstep.observe.trace_files import read, read_folder
 from lockstep.status import RunStatus
 from tests.fuzzing import mutated, mutated_json, watched
 
@@ -125,6 +126,19 @@ def test_a_damaged_line_is_named(trace: Path, tmp_path: Path) -> None:
     path.rename(tmp_path / "rank-7.spans")
     with pytest.raises(TraceError, match="it is of rank 0"):
         read(tmp_path / "rank-7.spans")
+
+
+def test_a_step_that_ends_before_it_begins_is_left_out(trace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    shutil.copytree(trace, folder)
+    words = (folder / "rank-0.spans").read_text().split("\n")
+    ends = [index for index, line in enumerate(words) if line.startswith("optimizer ")]
+    before = words[ends[0]].split(" ")
+    words[ends[2]] = " ".join([*before[:3], "2", *before[4:]])
+    (folder / "rank-0.spans").write_text("\n".join(words))
+    ranks = read_folder(folder)
+    assert [together[0].step for together in shares(ranks)] == [0, 1, 3]
+    report(str(folder))
 
 
 def _put(kind: str, path: Path) -> None:

@@ -147,6 +147,8 @@ def by_step(found: RankSpans) -> dict[int, _Step]:
         # Before the first step there is all that begins the program.
         first = min(span.start for span in grouped[step] if span.name != "wait" or step - 1 in ends)
         start = ends.get(step - 1, first)
+        if start >= end:  # as only a damaged trace has it
+            continue
         of_step = [s for s in grouped[step] if start <= s.start < end]
         finished[step] = start, [*_without_parts_of_evaluations(of_step)], end
     return finished

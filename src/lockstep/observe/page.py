@@ -136,7 +136,9 @@ def _lanes(entries: Sequence[tuple[int, int, str, int]]) -> list[int]:
 
 
 def _packed(numbers: Iterable[int]) -> str:
-    return base64.b64encode(zlib.compress(array("i", numbers).tobytes())).decode()
+    # Of a damaged trace, times of buckets may be far from those of spans.
+    within = (max(-_MOST_COUNTS, min(_MOST_COUNTS, number)) for number in numbers)
+    return base64.b64encode(zlib.compress(array("i", within).tobytes())).decode()
 
 
 def _buckets(found: RankSpans) -> list[dict[str, str]]:
