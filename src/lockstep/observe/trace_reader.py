@@ -95,6 +95,10 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST_NUMBER
 
 
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
 def _is_time(value: Any) -> bool:
     return type(value) is int and -_MOST_TIME < value < _MOST_TIME
 
@@ -149,10 +153,10 @@ _RANK: dict[str, Check] = {
     "host": _is_text,
     "pid": _is_whole,
     "boot": _is_text,
-    "world_size": _is_whole,
-    "local_world_size": _is_whole,
+    "world_size": _is_count,
+    "local_world_size": _is_count,
     "device": _is_text,
-    "cores": _is_whole,
+    "cores": _is_count,
     "offset": _is_time,
     "bound": _is_time,
 }
