@@ -429,7 +429,7 @@ def test_few_descriptors_are_told_in_time(bench: Bench, limit: int) -> None:
         ["bash", "-c", command], cwd=bench.directory, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert "ulimit -n" in done.stderr
+    assert f"raise the limit on open files, which is {limit} (ulimit -n)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -383,6 +384,24 @@ def test_mpi_on_several_hosts_without_an_address_says_what_to_set() -> None:
     place = Placement(Starter.OPEN_MPI, 0, 4, 0, 2, None, "job")
     with pytest.raises(errors.InitError, match=r"MASTER_ADDR|torch-lockstep\[mpi\]"):
         meet(place, SOON)
+
+
+def test_ranks_of_mpi_on_several_hosts_meet_at_numeric_addresses(monkeypatch) -> None:
+    told: queue.Queue[object] = queue.Queue()
+
+    def bcast(value: object) -> object:
+        if value is not None:
+            told.put(value)
+        return value or told.get(timeout=60)
+
+    mpi4py = ModuleType("mpi4py")
+    mpi4py.MPI = SimpleNamespace(COMM_WORLD=SimpleNamespace(bcast=bcast))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi4py)
+    monkeypatch.setattr(socket, "getfqdn", lambda: "1.0.0.127.in-addr.arpa")
+    places = [Placement(Starter.MPICH, rank, 2, 0, 1) for rank in range(2)]
+    stores = [meet(place, LATER) for place in places]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
 
 
 def test_mpi4py_without_a_library_of_mpi_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import functools
 import os
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +37,13 @@ def bind_gloo(addresses: Sequence[str]) -> None:
     make = kind.__init__
 
     @functools.wraps(make)
-    def bound(
-        self: object,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        options: Any = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        if _addresses and options is None and timeout is not None:
+    def bound(self: object, *ranks: Any, **given: Any) -> None:
+        if _addresses and given.keys() == {"timeout"}:  # else the caller names devices
             options = kind._Options()
-            options._timeout = timeout
+            options._timeout = given.pop("timeout")
             options._devices = [kind.create_device(hostname=address) for address in _addresses]
             options._threads = 2 * len(_addresses)  # as torch itself has it
-        if options is not None:
-            make(self, store, rank, size, options)
-        else:
-            make(self, store, rank, size, **({} if timeout is None else {"timeout": timeout}))
+            ranks += (options,)
+        make(self, *ranks, **given)
 
     kind.__init__ = bound

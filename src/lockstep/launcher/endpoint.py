@@ -11,10 +11,9 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -27,6 +26,7 @@ from lockstep.world import (
     addresses,
     end_on_silence,
     first_line,
+    first_reached,
     is_loopback,
     reached,
     resolved,
@@ -98,7 +98,7 @@ def _listener(meeting: Meeting) -> socket.socket:
     # Of a name that means several addresses here, or 127.0.1.1 as it may on the host of that name,
     # the others may know any address. Those of localhost are for this host.
     is_here = _is_this_host(meeting.address)
-    if listeners and (is_here or (len(listeners) == 1 and not _are_loopback(found))):
+    if listeners and (is_here or (len(listeners) == 1 and not all(map(is_loopback, found)))):
         listener = next(iter(listeners.values()))
         for other in set(listeners.values()) - {listener}:
             other.close()
@@ -139,10 +139,6 @@ def _is_this_host(address: str) -> bool:
     return False
 
 
-def _are_loopback(found: Mapping[str, Any]) -> bool:
-    return all(map(is_loopback, found))
-
-
 def _open_store(listener: socket.socket) -> Endpoint:
     """A store, which has threads, where ``listener`` listens; by itself it binds all interfaces.
 
@@ -152,17 +148,14 @@ def _open_store(listener: socket.socket) -> Endpoint:
     """
     address, port, *_ = listener.getsockname()
     own = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
-    for address in own:
-        try:
-            # The store's own attempts handle no signal, and warn of each that fails.
-            reached(address, port, _OWN_SECONDS)
-            break
-        except OSError as error:
-            if address == own[-1]:
-                listener.close()
-                raise ConnectionError(
-                    f"this host doesn't reach itself at {error} ('ip link set lo up' may help)"
-                ) from error
+    try:
+        # The store's own attempts handle no signal, and warn of each that fails.
+        address = first_reached(own, port, _OWN_SECONDS)
+    except OSError as error:
+        listener.close()
+        raise ConnectionError(
+            f"this host doesn't reach itself at {error} ('ip link set lo up' may help)"
+        ) from error
     opened = partial(dist.TCPStore, address, port, is_master=True, timeout=_STORE_TIMEOUT)
     descriptor = listener.detach()
     opening = partial(opened, wait_for_workers=False, master_listen_fd=descriptor)
@@ -229,9 +222,8 @@ class Company:
         if is_held or _is_this_host(self._meeting.address):
             return _is_this_host(self._meeting.address)
         with contextlib.suppress(OSError, RuntimeError):
-            return _are_loopback(
-                answered(partial(resolved, self._meeting.address, 0), _CONNECT_SECONDS)
-            )
+            find = partial(resolved, self._meeting.address, 0)
+            return all(map(is_loopback, answered(find, _CONNECT_SECONDS)))
         return False
 
 

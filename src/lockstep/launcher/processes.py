@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import signal
 import sys
 import time
@@ -197,8 +198,10 @@ def check_descriptors(number: int) -> None:
             opened.append(os.dup(0))
     except OSError as error:
         raise LaunchError(
-            f"The launcher can't open the files that it needs: {error.strerror}. Nothing was "
-            "begun. Ask for fewer ranks, or raise the limit on open files (ulimit -n)."
+            f"The launcher can't open the {number} files and connections that it needs besides "
+            f"those to the ranks, but {len(opened)}: {error.strerror}. Nothing was begun. Ask for "
+            f"fewer ranks, or raise the limit on open files, which is "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n)."
         ) from error
     finally:
         for descriptor in opened:

@@ -20,6 +20,7 @@ from .network import SILENCE_SECONDS as SILENCE_SECONDS
 from .network import addresses as addresses
 from .network import connection_from as connection_from
 from .network import end_on_silence as end_on_silence
+from .network import first_reached as first_reached
 from .network import has_ended as has_ended
 from .network import is_loopback as is_loopback
 from .network import own_end as own_end

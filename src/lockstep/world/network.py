@@ -13,7 +13,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -116,16 +116,21 @@ def answering(
 
 
 def reached(host: str, port: int, seconds: float) -> str:
-    """The numeric address of ``host`` at which somebody listens at ``port``.
+    """The numeric address of ``host`` at which somebody listens: see :func:`first_reached`."""
+    return first_reached(list(resolved(host, port)), port, seconds)
+
+
+def first_reached(found: Sequence[str], port: int, seconds: float) -> str:
+    """The first of some numeric addresses, and maybe of several hosts, at which somebody listens.
 
     Raises:
         OSError: If there is none, telling what was tried.
     """
-    found = answering([(address, port) for address in resolved(host, port)], seconds, enough=1)
-    there = [address for (address, _), trouble in found.items() if not trouble]
+    tried = answering([(address, port) for address in found], seconds, enough=1)
+    there = [address for (address, _), trouble in tried.items() if not trouble]
     if not there:
-        tried = (f"{address}: {trouble}" for (address, _), trouble in found.items())
-        raise ConnectionError("; ".join(tried))
+        told = (f"{address}: {trouble}" for (address, _), trouble in tried.items())
+        raise ConnectionError("; ".join(told))
     return there[0]
 
 

@@ -26,13 +26,14 @@ from lockstep.comm import STORE_SECONDS, Deadline, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.status import files_in_memory, stat_fields
 from lockstep.world.environment import Placement, Starter, detect
-from lockstep.world.network import end_on_silence
+from lockstep.world.network import addresses, end_on_silence, first_reached, is_local, resolved
 
 # By this name torch.distributed has a function of the module.
 _torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
 _Answer = TypeVar("_Answer")
 
 _RETRY_SECONDS = 0.05
+_TRY_SECONDS = 5.0
 # Names of the processes that start MPI's ranks on a host, as their parent or grandparent.
 _MPI_DAEMONS = ("hydra_pmi_proxy", "orted", "prted", "orterun", "prterun", "mpiexec", "mpirun")
 
@@ -55,7 +56,7 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         return _file_store(_open_file(place.store_path), timeout)
     if place.master is not None:
         if place.rank != 0 or place.agent_hosts_store:
-            return _connect(place, place.master, timeout)
+            return _connect(place, [place.master[0]], place.master[1], timeout)
         if place.master not in _held_open:
             _held_open[place.master] = _open_store(place, *place.master, timeout)
             name = _name_of_port(*place.master)
@@ -194,13 +195,16 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
     """Hold the store open on this rank; on loopback, if that is where the ranks meet."""
     options: dict[str, Any] = {"multi_tenant": True}
     try:
-        if host == "localhost" or host.startswith("127."):
+        own = host
+        if host in ("localhost", "::1") or host.startswith("127."):
             # Told 127.0.0.1, a TCPStore listens on every interface unless it is handed a socket.
-            listener = socket.create_server((host, port), backlog=max(128, place.world_size))
-            port = listener.getsockname()[1]
+            found, backlog = resolved(host, port), max(128, place.world_size)
+            family, where = found.get("127.0.0.1") or next(iter(found.values()))
+            listener = socket.create_server(where, family=family, backlog=backlog)
+            own, port, *_ = listener.getsockname()
             options = {"master_listen_fd": listener.detach()}
         options |= {"is_master": True, "wait_for_workers": False, "timeout": timeout}
-        return dist.TCPStore(host, port, place.world_size, **options)
+        return dist.TCPStore(own, port, place.world_size, **options)
     except (OSError, RuntimeError) as error:
         # Not asked at the port: another program may listen there, and never answer.
         if (first := _file_of_rank_0(_name_of_port(host, port))) is not None:
@@ -211,19 +215,35 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
         ) from error
 
 
-def _connect(place: Placement, master: tuple[str, int], timeout: timedelta) -> dist.TCPStore:
-    host, port = master
-    connect = partial(dist.TCPStore, *master, place.world_size, is_master=False, timeout=timeout)
+def _connect(
+    place: Placement, hosts: Sequence[str], port: int, timeout: timedelta
+) -> dist.TCPStore:
+    """Connect to rank 0's store, at the first of these names or addresses that answers."""
+    deadline = Deadline(timeout.total_seconds())
+
+    def connect() -> dist.TCPStore:
+        # Torch tries the addresses of a name one after the other, and warns of each that fails.
+        while True:
+            try:
+                found = [address for host in hosts for address in resolved(host, port)]
+                there = first_reached(found, port, min(_TRY_SECONDS, deadline.left()))
+            except OSError:
+                if not deadline.left():
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            else:
+                client = partial(dist.TCPStore, there, port, place.world_size, is_master=False)
+                return client(timeout=timeout, wait_for_workers=False)
+
     try:
         # In another thread: torch handles no signal meanwhile.
-        store = answered(
-            partial(connect, wait_for_workers=False), timeout.total_seconds() + STORE_SECONDS
-        )
+        store = answered(connect, timeout.total_seconds() + STORE_SECONDS)
         end_on_silence(port)
         return store
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise RendezvousFailed(
-            f"rank {place.rank} of {place.world_size} could not reach the store at {host}:{port} "
+            f"rank {place.rank} of {place.world_size} could not reach the store at "
+            f"{' or '.join(f'{host}:{port}' for host in hosts)} "
             f"within {timeout.total_seconds():g} s. Is rank 0 running, and can this host reach "
             f"that host and port? ({first_line(error)})"
         ) from error
@@ -323,10 +343,11 @@ def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
             "meet at. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, or "
             "install mpi4py: pip install 'torch-lockstep[mpi]'."
         ) from error
-    store = _open_store(place, socket.getfqdn(), 0, timeout) if place.rank == 0 else None
-    address = (socket.getfqdn(), store.port) if store else None
-    host, port = MPI.COMM_WORLD.bcast(address)
-    return store or _connect(place, (host, port), timeout)
+    # Not a name, which may be resolved otherwise elsewhere, or nowhere.
+    own = [address for address in addresses() if not is_local(address)] or [*addresses()]
+    store = _open_store(place, own[0], 0, timeout) if place.rank == 0 else None
+    found, port = MPI.COMM_WORLD.bcast((own, store.port) if store else None)
+    return store or _connect(place, found, port, timeout)
 
 
 def first_line(error: Exception) -> str:

@@ -33,13 +33,7 @@ from lockstep.world.devices import (
     one_kind,
     usable_device,
 )
-from lockstep.world.environment import (
-    Placement,
-    Starter,
-    detect,
-    gloo_environment,
-    gloo_interfaces,
-)
+from lockstep.world.environment import Placement, Starter, detect, gloo_environment, gloo_interfaces
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun
 from lockstep.world.rendezvous import ask, claim, first_line, meet, roll_call
@@ -291,11 +285,9 @@ def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -
         chosen = hosts.agree(gloo_interfaces(os.environ))
         bind_gloo(chosen)
         own = addresses()
-        names = [own.get(address, "") for address in chosen]
-        _log.info(
-            "Rank %d: Gloo listens at %s (%s)", place.rank, ", ".join(chosen), ",".join(names)
-        )
-        interface = gloo_environment(",".join(names))
+        names = ",".join(own.get(address, "") for address in chosen)
+        _log.info("Rank %d: Gloo listens at %s (%s)", place.rank, ",".join(chosen), names)
+        interface = gloo_environment(names)
     # In the environment for the children too, which are on the same host.
     for name, value in interface.items():
         os.environ.setdefault(name, value)
