@@ -123,3 +123,24 @@ def test_a_new_text_takes_the_place_of_what_was_there(tmp_path: Path, put: Calla
             file.write("new")
         assert (tmp_path / "name").read_text() == "new"
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_a_name_that_is_taken_from_a_file_meanwhile_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to the victim is removed between its opening and the look at how many names it has."""
+    a_hard_link_of = tmp_path / "name"
+    victim_beside(a_hard_link_of).write_text("kept")
+    a_hard_link(a_hard_link_of)
+    opened, real = os.open, []
+
+    def quick(path: object, flags: int, *args: int, **options: int | None) -> int:
+        descriptor = opened(path, flags, *args, **options)
+        if flags & os.O_CREAT and not real:
+            real.append(descriptor)
+            a_hard_link_of.unlink()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", quick)
+    with pytest.raises(OSError, match=r"No such file|other names"):
+        open_own(a_hard_link_of)

@@ -157,7 +157,11 @@ def open_own(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None =
             raise OSError(errno.ENXIO, "It is a pipe or a socket, not a file", str(path)) from error
         raise
     try:
-        if _checked_regular(descriptor).st_nlink != 1:
+        _checked_regular(descriptor)
+        # Asked by its name, as this may have been taken from it since it was opened: a file that
+        # has this name, and no more than one, has no other.
+        named = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        if named.st_nlink != 1 or not os.path.samestat(named, os.fstat(descriptor)):
             raise OSError(errno.EMLINK, "It is a file that has other names too", str(path))
     except BaseException:
         os.close(descriptor)

@@ -153,7 +153,19 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         )
 
 
-def decode(encoded: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+class TensorName(str):
+    """Stands for a tensor that isn't read, or for an array of NumPy's."""
+
+    def numpy(self) -> TensorName:
+        """Return the name."""
+        return self
+
+    def __getitem__(self, index: Any) -> TensorName:
+        """Return the name."""
+        return self
+
+
+def decode(encoded: Any, tensor_of: Callable[[str], Any]) -> Any:
     """Return the value that :meth:`Collector.encode` was given, with tensors of ``tensor_of``.
 
     Errors of any class are those of JSON that didn't come from there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import threading
 import time
@@ -20,6 +21,7 @@ from lockstep.checkpoint import loading
 from lockstep.checkpoint.place import Place
 from lockstep.checkpoint.tools import show
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
+from lockstep.folders import Folder
 from tests.fuzzing import watched
 from tests.ranks import run_ranks
 
@@ -60,6 +62,74 @@ def test_a_save_writes_through_no_link(tmp_path, monkeypatch, name, is_hard) -> 
             lockstep.save(run, step=1)
     assert kept.read_text() == "kept"
     assert kept.stat().st_nlink in (1, 2)
+
+
+def test_a_folder_of_another_user_keeps_nobody_from_saving(tmp_path, monkeypatch) -> None:
+    (tmp_path / ".tmp-000001").mkdir()
+    monkeypatch.setattr(Folder, "remove", lambda *_: None)  # which may not remove it
+    assert lockstep.save(tmp_path, step=1).name == "000002"
+
+
+@pytest.mark.parametrize("most_files", [20, 60])
+def test_a_low_limit_of_open_files_is_no_damage(tmp_path, most_files) -> None:
+    """A checkpoint of more ranks than files may be open is read one file after the other."""
+    values = run_ranks(1, lambda *_: lockstep.save(tmp_path, value=torch.ones(3)))
+    manifest = values[0] / "manifest.json"
+    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+    facts["bytes"] += [0] * 80
+    facts["random"] *= 81
+    for rank in range(1, 81):
+        (values[0] / f"rank-{rank}.bin").touch()
+    body = json.dumps(facts).encode()
+    digest = blake2b(body, digest_size=32).hexdigest()
+    manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+    used, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + most_files, limits[1]))
+    try:
+        found = lockstep.load(tmp_path, value=None)["value"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(found, torch.ones(3))
+
+
+def test_what_is_loaded_in_place_shares_no_memory_with_a_value(tmp_path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    lockstep.save(tmp_path, optimizer=optimizer, best=buffer, again=buffer)
+    found = lockstep.load(tmp_path, optimizer=optimizer, best=None, again=None)
+    optimizer.step()
+    assert torch.equal(found["best"], torch.ones(3))
+    found["best"].add_(1)  # plain values that were one are one, as torch.load() has it
+    assert torch.equal(found["again"], torch.full((3,), 2.0))
+
+
+def test_a_large_file_without_contents_is_refused_in_little_memory(tmp_path, capsys) -> None:
+    path = lockstep.save(tmp_path, value=torch.ones(16))
+    os.truncate(path / "rank-0.bin", 1 << 40)
+    manifest = path / "manifest.json"
+    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+    facts["tensors"]["value"] = [["uint8", [1 << 40], [0]], [[0, 1 << 40, 0, 0, 1]]]
+    facts["bytes"] = [1 << 40]
+    body = json.dumps(facts).encode()
+    digest = blake2b(body, digest_size=32).hexdigest()
+    manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+    with pytest.raises(CheckpointDamaged, match="the pieces of 'value' don't fit"):
+        show(str(path))
+
+
+def test_arrays_and_options_of_numpy_are_shown_and_loaded(tmp_path, capsys) -> None:
+    numpy = pytest.importorskip("numpy")
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=numpy.float32(0.1))
+    path = lockstep.save(tmp_path, optimizer=optimizer, x=numpy.ones(3), y=numpy.float64(2))
+    show(str(path))
+    assert "'x'" in capsys.readouterr().out
+    found = lockstep.load(tmp_path, optimizer=optimizer, x=None, y=None)
+    assert found["x"].tolist() == [1, 1, 1]
+    assert found["y"] == 2
 
 
 def test_a_lock_that_is_another_programs_is_kept(tmp_path) -> None:

@@ -36,6 +36,8 @@ MANIFEST = "manifest.json"
 
 # Where tensors begin in a file: where any processor reads them fastest.
 _ALIGNMENT = 64
+# The most bytes of a piece: damage is found, and parts are read, in units of this size.
+MAX_PIECE_BYTES = 4 * 1024 * 1024
 # How often a checkpoint may be removed while it is opened, before that is an error.
 MAX_REMOVED = 20
 # Of how many ranks the files are kept open.
@@ -167,34 +169,82 @@ class Manifest:
     def _open(self, sizes: Sequence[int]) -> None:
         """Open the ranks' files, which then can be read even if a newer checkpoint replaces them.
 
-        Those of a very large number of ranks are opened again when they are read.
+        Those of a very large number of ranks are opened again when they are read; all of them if
+        this process may not have so many files open.
         """
         self._descriptors: list[int] = []
         weakref.finalize(self, _close, self._descriptors)
+        most = _MAX_OPEN
         for rank, size in enumerate(sizes):
-            name = file_of(rank)
             try:
-                descriptor = self._files.open_file(name)
-            except OSError as error:
-                what = "is missing" if error.errno == errno.ENOENT else "can't be read"
-                raise self._damaged(f"{what} ({error.strerror})", name) from error
+                descriptor = self._open_file(rank)
+            except _TooManyFiles:
+                _close(self._descriptors)
+                most = 0
+                descriptor = self._open_file(rank)
             if (found := os.fstat(descriptor).st_size) != size:
                 os.close(descriptor)
-                raise self._damaged(f"has {found} bytes, and was written with {size}", name)
-            if rank < _MAX_OPEN:
+                what = f"has {found} bytes, and was written with {size}"
+                raise self._damaged(what, file_of(rank))
+            if rank < most:
                 self._descriptors.append(descriptor)
             else:
                 os.close(descriptor)
 
-    def _fill(self, memories: Sequence[Any], rank: int, offset: int) -> int:
-        """Read from a rank's file; return the number of bytes."""
-        if rank < len(self._descriptors):
-            return os.preadv(self._descriptors[rank], memories, offset)
-        descriptor = self._files.open_file(file_of(rank))
+    def _open_file(self, rank: int) -> int:
         try:
-            return os.preadv(descriptor, memories, offset)
+            return self._files.open_file(file_of(rank))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise _TooManyFiles(
+                    f"{error.filename} can't be opened: {error.strerror}. Close files, or raise "
+                    "the limit with 'ulimit -n'."
+                ) from error
+            what = "is missing" if error.errno == errno.ENOENT else "can't be read"
+            raise self._damaged(f"{what} ({error.strerror})", file_of(rank)) from error
+
+    def _fill(self, memories: Sequence[Any], rank: int, offset: int) -> bool:
+        """Read from a rank's file, and return whether there is enough."""
+        is_kept = rank < len(self._descriptors)
+        descriptor = self._descriptors[rank] if is_kept else self._open_file(rank)
+        try:
+            return all(
+                _read_whole(descriptor, memory, offset + before)
+                for memory, before in zip(
+                    memories, itertools.accumulate(map(len, memories), initial=0), strict=False
+                )
+            )
+        except OSError as error:
+            raise self._damaged(f"can't be read ({error.strerror})", file_of(rank)) from error
         finally:
-            os.close(descriptor)
+            if not is_kept:
+                os.close(descriptor)
+
+    def forget(self) -> None:
+        """Read each tensor anew, instead of giving what was read of it before."""
+        self._read.clear()
+
+    def verify(self, key: str) -> int:
+        """Verify all elements of a tensor, in little memory; return the number of its bytes.
+
+        Raises:
+            CheckpointDamaged: If one isn't as it was written.
+        """
+        header, pieces = self.entries[key]
+        memory, size = memoryview(bytearray(MAX_PIECE_BYTES)), header.torch_dtype.itemsize
+        for piece in pieces:
+            self._read_piece(key, piece, memory[: (piece.stop - piece.start) * size])
+        return int(header.numel * size)
+
+    def _read_piece(self, key: str, piece: Piece, memory: memoryview) -> None:
+        padding = bytearray(padded(len(memory)) - len(memory))
+        is_whole = self._fill([memory, padding], piece.file, piece.offset)
+        if not is_whole or zlib.crc32(padding, zlib.crc32(memory)) != piece.checksum:
+            raise self._damaged(
+                f"isn't as it was written: the bytes from {piece.offset} on, of {key!r}, have "
+                "another checksum",
+                file_of(piece.file),
+            )
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
         """Return a tensor, or one in which only the elements of ``ranges`` are set.
@@ -202,7 +252,7 @@ class Manifest:
         Raises:
             CheckpointDamaged: If an element isn't as it was written.
         """
-        # What is named several times is in memory once.
+        # What is named several times is in memory once, until forget().
         request = key, *(ranges or ())
         if (known := self._read.get(request)) is not None:
             return known
@@ -212,21 +262,10 @@ class Manifest:
         except RuntimeError as error:
             raise self._too_large(header.numel * header.torch_dtype.itemsize) from error
         memory, size = bytes_of(flat), flat.element_size()
-        for start, stop, file, offset, checksum in pieces:
+        for piece in pieces:
+            start, stop = piece.start, piece.stop
             if ranges is None or any(first < stop and start < last for first, last in ranges):
-                own = memory[start * size : stop * size]
-                padding = bytearray(padded(len(own)) - len(own))
-                try:
-                    num_read = self._fill([own, padding], file, offset)
-                except OSError as error:
-                    raise self._damaged(f"can't be read: {error}", file_of(file)) from error
-                is_whole = num_read == len(own) + len(padding)
-                if not is_whole or zlib.crc32(padding, zlib.crc32(own)) != checksum:
-                    raise self._damaged(
-                        f"isn't as it was written: the bytes from {offset} on, of {key!r}, have "
-                        "another checksum",
-                        file_of(file),
-                    )
+                self._read_piece(key, piece, memory[start * size : stop * size])
         tensor = from_flat(flat, header)
         self._read[request] = tensor
         return tensor
@@ -237,9 +276,24 @@ def excerpt(words: object) -> str:
     return printable(f"{words!s:.300}")
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+class _TooManyFiles(CheckpointError):
+    """This process may not open another file."""
+
+
+def _read_whole(descriptor: int, memory: Any, offset: int) -> bool:
+    """Fill ``memory``, in several reads if need be; return whether there is enough."""
+    num_read = 0
+    while num_read < len(memory):
+        more = os.preadv(descriptor, [memoryview(memory)[num_read:]], offset + num_read)
+        if not more:
+            return False
+        num_read += more
+    return True
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _entry(key: str, header: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> Entry:
@@ -250,8 +304,9 @@ def _entry(key: str, header: Any, pieces: Sequence[Any], sizes: Sequence[int]) -
     from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
     at = 0
     for start, stop, file, offset, _ in entry.pieces:
-        size = padded((stop - start) * header.torch_dtype.itemsize)
-        is_inside = start == at <= stop and 0 <= offset <= sizes[file] - size and file >= 0
+        num_bytes = (stop - start) * header.torch_dtype.itemsize
+        is_inside = start == at <= stop and file >= 0 and num_bytes <= MAX_PIECE_BYTES
+        is_inside = is_inside and 0 <= offset <= sizes[file] - padded(num_bytes)
         if not is_inside:
             raise ValueError(f"the pieces of {key!r} don't fit")
         at = stop

@@ -24,6 +24,9 @@ from lockstep.generators import generator_of_device
 from lockstep.tree import decode
 from lockstep.world import accelerator, num_accelerators
 
+# In which things of a kind are read; others between these.
+_ORDER = {"module": 0, "value": 2}
+
 
 def load(
     path: str | os.PathLike[str],
@@ -87,8 +90,12 @@ def load(
             kinds = asked | dict.fromkeys(manifest.plain_values() - asked.keys(), "value")
             names = names_of(things)
             states = _read_random_states(manifest, ranks.rank, ranks.size) if random_state else {}
-            # Modules first: an optimizer may take over their values.
-            for name in sorted(kinds, key=lambda name: kinds[name] != "module"):
+            # Modules first: an optimizer may take over their values. Plain values last, which share
+            # memory as they did when they were saved, but not with what is loaded in place.
+            order = sorted(kinds, key=lambda name: _ORDER.get(kinds[name], 1))
+            for before, name in zip(["", *order], order, strict=False):
+                if kinds[name] != "value" or kinds.get(before) != "value":
+                    manifest.forget()
                 actions[name] = prepare(name, things.get(name), manifest, names, strict=strict)
         except Exception as error:
             failure = error

@@ -21,15 +21,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.checkpoint.folder import MANIFEST, NUMBER, VERSION, Piece, file_of, padded
+from lockstep.checkpoint.folder import (
+    MANIFEST,
+    MAX_PIECE_BYTES,
+    NUMBER,
+    VERSION,
+    Piece,
+    file_of,
+    padded,
+)
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointError, SaveFailed
 from lockstep.folders import Folder
 from lockstep.printable import printable
 from lockstep.tree import Header, Range
 
-# The most bytes of a piece: damage is found, and parts are read, in units of this size.
-_PIECE_BYTES = 4 * 1024 * 1024
 # How long rank 0 waits for the others' parts of a checkpoint.
 PATIENCE_SECONDS = 600.0
 _POLL_SECONDS = 0.005
@@ -70,6 +76,8 @@ class Place:
                     if name.startswith(".tmp-") and NUMBER.fullmatch(name.removeprefix(".tmp-")):
                         self._around.remove(name)
                 number = max((int(n) for n in names if NUMBER.fullmatch(n)), default=0) + 1
+                while self._around.has(_new(number)):  # another user's, which can't be removed
+                    number += 1
                 self._around.make(_new(number))
             except BaseException:
                 self.close()
@@ -225,7 +233,7 @@ def flush(file: BinaryIO) -> None:
 def in_pieces(ranges: Iterable[Range]) -> Iterable[Range]:
     """Divide ranges into pieces of at most 4 MiB."""
     for key, start, elements in ranges:
-        size = _PIECE_BYTES // elements.element_size()
+        size = MAX_PIECE_BYTES // elements.element_size()
         for first in range(0, elements.numel(), size):
             yield Range(key, start + first, elements[first : first + size])
 

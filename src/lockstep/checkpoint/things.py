@@ -15,7 +15,7 @@ from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
-from lockstep.tree import Collector, check_tensor, decode, header_of
+from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.
@@ -242,8 +242,7 @@ def _saved_groups(tree: Any) -> tuple[list[int], list[dict[str, Any]], list[list
     sizes = [len(group["dict"]["params"]) for group in groups]
     if sum(sizes) != len(shapes):
         raise ValueError(f"{sum(sizes)} parameters have {len(shapes)} shapes")
-    named: Callable[[str], Any] = str  # instead of tensors
-    return sizes, decode(groups, named), [[*map(int, shape)] for shape in shapes]
+    return sizes, decode(groups, TensorName), [[*map(int, shape)] for shape in shapes]
 
 
 def _foreign_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:

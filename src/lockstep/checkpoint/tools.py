@@ -23,7 +23,7 @@ from lockstep.checkpoint.folder import excerpt, open_newest
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 from lockstep.printable import printable
 from lockstep.tables import FittedTable
-from lockstep.tree import decode
+from lockstep.tree import TensorName, decode
 
 
 class DcpReader(StorageReader):
@@ -90,13 +90,13 @@ def show(checkpoint: str) -> None:
     facts, console = manifest.facts, Console()
     tensors = []
     for key, (header, _) in manifest.entries.items():
-        num_bytes = manifest.read(key).nbytes
+        num_bytes = manifest.verify(key)
         if not key.startswith("random."):
             tensors.append([key, str([*header.shape]), header.dtype, f"{num_bytes:,}"])
     values = []
     for name, thing in facts["things"].items():
         is_value = thing["kind"] == "value"
-        value = manifest.parse(decode, thing["tree"], str) if is_value else ""
+        value = manifest.parse(decode, thing["tree"], TensorName) if is_value else ""
         values.append([name, thing["kind"], reprlib.repr(value) if is_value else ""])
     total = sum(manifest.sizes)
     summary = (

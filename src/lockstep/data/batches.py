@@ -128,7 +128,7 @@ class GlobalBatches:
 
 
 class _Seen:
-    """The indices that came in an epoch; whole numbers take two bytes each if all of them come.
+    """The indices that came in an epoch; whole numbers take a byte each if most of them come.
 
     Args:
         epoch: The number of the epoch.
@@ -136,7 +136,7 @@ class _Seen:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._marks: dict[int, bytearray] = {}  # by the number, but for its last 8 bits
+        self._blocks: dict[int, int] = {}  # a bit for each of 256 numbers
         self._others: set[Any] = set()
 
     def add(self, batch: Any) -> None:
@@ -167,10 +167,9 @@ class _Seen:
             before = len(self._others)
             self._others.add(index)
             return len(self._others) > before
-        if (marks := self._marks.get(number >> 8)) is None:
-            marks = self._marks[number >> 8] = bytearray(256)
-        was_there, marks[number & 255] = marks[number & 255], 1
-        return not was_there
+        block, bit = self._blocks.get(number >> 8, 0), 1 << (number & 255)
+        self._blocks[number >> 8] = block | bit
+        return not block & bit
 
 
 def samplers_in(sampler: Any) -> list[Any]:

@@ -283,7 +283,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "drop_last": self.drop_last,
             "samplers": [type(each).__name__ for each in self._samplers],
         }
-        if (facts["length of the dataset"] or 0) > MAX_KEPT:  # see lockstep.data.order
+        is_random = any(type(each) is RandomSampler for each in self._samplers)
+        if is_random and (facts["length of the dataset"] or 0) > MAX_KEPT:  # lockstep.data.order
             facts["way of shuffling"] = "computed"
         if self._is_iterable:
             facts |= {"number of ranks": self._num_ranks, "num_workers": self.num_workers}

@@ -142,11 +142,12 @@ class DistributedSampler(TorchSampler[_T_co]):
         places = range(self.rank, self.total_size, self.num_replicas)[start:]
         if not isinstance(order, Tensor):  # with "pad", places beyond the end begin anew
             return (order[place % self._length] for place in places)
-        wanted = torch.arange(
-            places.start, max(places.start, places.stop), places.step, device="cpu"
-        )
-        parts: Any = order[wanted % max(1, self._length)].split(_CHUNK)
-        return itertools.chain.from_iterable(part.tolist() for part in parts)
+        # This rank's alone are kept; the generator has them when the others are let go of.
+        end = min(self.total_size, self._length)
+        own = order[places.start : end : places.step].clone()
+        again = [int(order[place % self._length]) for place in places[len(own) :]]
+        del order
+        return itertools.chain(_numbers(own), again)
 
     def _order(self) -> Any:
         """Return the indices of all ranks in this epoch, the same on each rank."""
@@ -195,6 +196,12 @@ class DistributedSampler(TorchSampler[_T_co]):
                 f"{type(self.dataset).__name__} has {len(order)} {what} and its length was "
                 f"{self._length}. Make a new DistributedSampler when it changes."
             )
+
+
+def _numbers(tensor: Tensor) -> Iterator[Any]:
+    """Yield the elements as numbers of Python, of which there are few at once."""
+    for first in range(0, len(tensor), _CHUNK):
+        yield from tensor[first : first + _CHUNK].tolist()
 
 
 class _Indices(Iterator[_T_co]):
