@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.folders import Folder, new_text, open_own, open_regular
+from lockstep.folders import Folder, new_text, open_named, open_own, open_regular
 from lockstep.printable import printable
 
 
@@ -144,3 +144,14 @@ def test_a_name_that_is_taken_from_a_file_meanwhile_is_not_written_to(
     monkeypatch.setattr(os, "open", quick)
     with pytest.raises(OSError, match=r"No such file|other names"):
         open_own(a_hard_link_of)
+
+
+def test_what_a_user_has_named_may_be_a_link_of_its_own(tmp_path: Path) -> None:
+    a_link(tmp_path / "name")
+    victim_beside(tmp_path / "name").write_text("kept")
+    os.close(open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666))
+    if os.geteuid() != 0:
+        pytest.skip("only root may make a link of another user")
+    os.lchown(tmp_path / "name", 65534, 65534)
+    with pytest.raises(OSError, match="It is a link of another user"):
+        open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666)

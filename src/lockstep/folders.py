@@ -169,6 +169,27 @@ def open_own(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None =
     return descriptor
 
 
+def open_named(path: str, flags: int, mode: int) -> int:
+    """Open what a user has named, which may be a link of this user's or of root's.
+
+    Raises:
+        OSError: If it can't be opened, or is a link of another user's.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+    try:
+        if os.fstat(link).st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, "It is a link of another user, to a file elsewhere", path)
+        target = os.path.join(os.path.dirname(path), os.readlink("", dir_fd=link))
+    finally:
+        os.close(link)
+    return os.open(target, flags | os.O_CLOEXEC, mode)
+
+
 def new_text(path: Path) -> TextIO:
     """Open a new file for text, in place of a file or link that was there; lines end in a newline.
 

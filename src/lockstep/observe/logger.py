@@ -23,7 +23,7 @@ from lockstep import spans
 from lockstep.arguments import as_number, as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.errors import MissingExtra
-from lockstep.folders import new_text
+from lockstep.folders import new_text, open_named
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.status import in_a_second, in_time
 from lockstep.world import this_rank
@@ -141,7 +141,7 @@ def _opened(path: Path, mode: str) -> IO[str]:
 
 
 def _open_without_waiting(mode: int, path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, mode)
+    return open_named(path, flags | os.O_NONBLOCK, mode)
 
 
 class _JsonLines:
