@@ -11,7 +11,7 @@ OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % s
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
+.PHONY: demo test test-long test-mutations test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -24,6 +24,10 @@ test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 
 test-simulated: .venv/ready  ## Run the tests that need GPUs on simulated ones
 	$(BIN)/python -m tests.simulated -n $(JOBS) --dist worksteal tests/gpu tests/simulated
+
+test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that others may have written
+	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long tests/checkpoint/test_mutations.py \
+	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py
 
 test-torch: $(OTHER)/ready  ## Run the tests with another torch: make test-torch TORCH=2.15.0
 	$(OTHER)/bin/$(PYTEST)

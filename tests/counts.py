@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import settings
 
 T = TypeVar("T")
+
+# How many mutations of a file are tried in ``make test-long``; ``make test-mutations`` sets more.
+NUM_MUTATIONS = int(os.environ.get("NUM_MUTATIONS", "1000"))
 
 # How many of a hundred, which is what Hypothesis tries by itself.
 LONG, SHORT = 100, 10

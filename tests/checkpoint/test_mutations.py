@@ -27,7 +27,7 @@ from lockstep import cli
 from lockstep.checkpoint import DcpReader
 from lockstep.errors import CheckpointError
 from tests.checkpoint.test_round_trips import same
-from tests.counts import num_examples
+from tests.counts import NUM_MUTATIONS, num_examples
 from tests.fuzzing import mutated, mutated_json, watched
 from tests.ranks import run_ranks
 
@@ -176,7 +176,7 @@ def test_mutated_checkpoints_are_loaded_or_refused(
     path = saved(tmp_path)
     whole = {file: file.read_bytes() for file in path.iterdir()}
     num_refused = 0
-    number = num_examples(10_000, 100)
+    number = num_examples(NUM_MUTATIONS, 100)
     for seed in range(number):
         chance = random.Random(seed)
         for file, data in whole.items():

@@ -13,9 +13,9 @@ from lockstep.comm.shm.barrier import Fault
 from lockstep.errors import LockstepError
 from lockstep.launcher.agreement import decoded, told_interruption
 from lockstep.launcher.failures import Outcome
+from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import mutated, mutated_json, watched
 
-NUM_LONG = 10_000
 FAULT = Fault("CollectiveTimeout", "The all_reduce of rank 1 took 30 s.", [1, 3]).encode()
 NOTE = json.dumps(_Note(True, [1, 2])).encode()
 FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no"]).encode()
@@ -60,7 +60,9 @@ def read_interruption(entry: bytes) -> None:
     assert 0 <= found.exit_status < 256
 
 
-@pytest.mark.parametrize("num_mutations", [500, pytest.param(NUM_LONG, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_mutations", [500, pytest.param(NUM_MUTATIONS, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("read", "entry"),
     [

@@ -24,9 +24,9 @@ from lockstep.observe import attach, logger, report
 from lockstep.observe.analysis import shares
 from lockstep.observe.trace_files import read, read_folder
 from lockstep.status import RunStatus
+from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import mutated, mutated_json, watched
 
-NUM_LONG = 10_000
 EVIL = "\x1b]0;owned\a\x1b[2J[/nope]</script><script>alert(1)</script>\ud800"
 # All but the ends of lines.
 _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -35,7 +35,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def mutations(num_short: int) -> pytest.MarkDecorator:
     """Let ``make test`` try a few, and ``make test-long`` all."""
     return pytest.mark.parametrize(
-        "num_mutations", [num_short, pytest.param(NUM_LONG, marks=pytest.mark.long)]
+        "num_mutations", [num_short, pytest.param(NUM_MUTATIONS, marks=pytest.mark.long)]
     )
 
 
