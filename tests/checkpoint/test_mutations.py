@@ -168,6 +168,7 @@ def load_with_torch(path: Path, chance: random.Random) -> None:
 READERS = [load, return_all, show, load_with_torch]
 
 
+@pytest.mark.shortened
 @pytest.mark.parametrize("mutate", [mutate_manifest, mutate_pieces])
 def test_mutated_checkpoints_are_loaded_or_refused(
     tmp_path: Path, mutate: Callable[[Path, random.Random], None], monkeypatch, capsys
