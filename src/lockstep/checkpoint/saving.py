@@ -39,6 +39,7 @@ from lockstep.world import accelerator, num_accelerators
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
 _SMALL_BYTES = 64 * 1024
+_PATIENCE_SECONDS = 10.0  # for what can't be saved any more
 _EXCHANGE_SECONDS = 1.0  # between words of how an asynchronous save goes
 _LOOK_SECONDS = 0.1  # between looks for Ctrl-C, whose signal another thread may have taken
 
@@ -306,7 +307,7 @@ class Background:
             except BaseException:
                 if self._place is not None:
                     self._place.is_abandoned = True
-                self.finish()
+                self.finish(_PATIENCE_SECONDS)  # the disk may be stuck, and the others have raised
                 raise
 
 
