@@ -178,7 +178,9 @@ class Manifest:
         for rank, size in enumerate(sizes):
             try:
                 descriptor = self._open_file(rank)
-            except _TooManyFiles:
+            except CheckpointError as error:
+                if not (most and _is_limit(error.__cause__)):
+                    raise
                 _close(self._descriptors)
                 most = 0
                 descriptor = self._open_file(rank)
@@ -195,8 +197,8 @@ class Manifest:
         try:
             return self._files.open_file(file_of(rank))
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise _TooManyFiles(
+            if _is_limit(error):
+                raise CheckpointError(
                     f"{error.filename} can't be opened: {error.strerror}. Close files, or raise "
                     "the limit with 'ulimit -n'."
                 ) from error
@@ -276,8 +278,9 @@ def excerpt(words: object) -> str:
     return printable(f"{words!s:.300}")
 
 
-class _TooManyFiles(CheckpointError):
-    """This process may not open another file."""
+def _is_limit(error: BaseException | None) -> bool:
+    """Whether this process may not open another file."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _read_whole(descriptor: int, memory: Any, offset: int) -> bool:

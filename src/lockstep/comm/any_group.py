@@ -438,6 +438,9 @@ class SingleRankGroup:
         gathered[0][0].copy_(tensors[0])
         return _Done(gathered[0])
 
+    def _allgather_base(self, gathered: Tensor, tensor: Tensor, options: object = None) -> _Done:
+        return _Done([gathered.copy_(tensor)])
+
 
 class _Done:
     def __init__(self, tensors: Sequence[Tensor]) -> None:

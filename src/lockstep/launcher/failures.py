@@ -119,7 +119,7 @@ class Outcome:
         )
 
 
-class Ended(LaunchError):
+class Ended(Exception):
     """A signal ended the launcher of another host before all hosts had met."""
 
     def __init__(self, outcome: Outcome) -> None:
