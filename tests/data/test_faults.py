@@ -67,7 +67,7 @@ def text_of(error: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_sample_that_cannot_be_read_is_named(num_workers: int, draws: bool) -> None:
     loader = lockstep.DataLoader(Images(draws=draws), 4, num_workers=num_workers)
@@ -88,7 +88,7 @@ def test_an_index_is_told_from_a_position() -> None:
     assert "sample 'x', at position 2 of the epoch" in text_of(error)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_samples_that_are_read_or_collated_at_once_are_named(num_workers: int) -> None:
     for dataset, collate in ((InOne(), None), (list(range(32)), refuse)):
         loader: Any = lockstep.DataLoader(
@@ -127,7 +127,7 @@ def test_the_rank_is_named() -> None:
         assert not own or ("sample 13, at position" in own and f"on rank {rank}." in own)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_how_far_a_stream_was_is_told(num_workers: int) -> None:
     loader = lockstep.DataLoader(Stream(), 4, num_workers=num_workers)
     with pytest.raises((DamagedImage, RuntimeError)) as error:
