@@ -13,7 +13,7 @@ from hypothesis import settings
 T = TypeVar("T")
 
 # How many mutations of a file are tried in ``make test-long``; ``make test-mutations`` sets more.
-NUM_MUTATIONS = int(os.environ.get("NUM_MUTATIONS", "1000"))
+NUM_MUTATIONS = int(os.environ.get("NUM_MUTATIONS", "300"))
 
 # How many of a hundred, which is what Hypothesis tries by itself.
 LONG, SHORT = 100, 10

@@ -13,7 +13,7 @@ from tests.launcher.bench import Bench
 from tests.launcher.test_several_hosts import start_on
 from tests.network import Hosts, hosts_of_a_network
 
-pytestmark = [pytest.mark.forks, pytest.mark.long]
+pytestmark = [pytest.mark.forks, pytest.mark.long, pytest.mark.network]
 
 DELAY_SECONDS = 0.05
 TRAIN = """

@@ -25,7 +25,7 @@ import pytest
 from tests.launcher.bench import free_port
 from tests.network import Hosts, hosts_of_a_network
 
-pytestmark = [pytest.mark.forks, pytest.mark.long]
+pytestmark = [pytest.mark.forks, pytest.mark.long, pytest.mark.network]
 
 NUM_AT_ONCE = 2  # trials, which mostly wait
 TIMEOUT_SECONDS = 8
