@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import cli, launcher, spans
 from lockstep.errors import TraceError
-from lockstep.observe import clock, traced
+from lockstep.observe import clock, traced, tracing
 from lockstep.observe.records import RankSpans
 from lockstep.observe.trace_files import merge, read, read_folder, write_json
 from tests.ranks import run_ranks
@@ -358,3 +358,20 @@ def test_a_job_is_traced_by_what_can_be_pickled(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(traced(job, str(tmp_path / "t"), "1:3")))
     with again.around(0) as own:
         assert own.step == 0
+
+
+def test_lines_that_come_before_the_file_is_emptied_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's thread may step, and so write lines, as soon as a recorder is known."""
+    add = tracing._process.add
+
+    def add_and_write(recorder: tracing._RankTrace) -> None:
+        add(recorder)
+        recorder.write()
+
+    monkeypatch.setattr(tracing._process, "add", add_and_write)
+    with lockstep.trace(tmp_path):
+        pass
+    (found,) = read_folder(tmp_path)
+    assert found.rank == 0

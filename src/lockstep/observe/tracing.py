@@ -111,7 +111,7 @@ def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_
         _process.add(own)
         try:
             # Not before: a trace that this rank is recording already may have these files.
-            spool.empty()
+            own.start()
             if spool.is_open:
                 remove_json(folder, rank)
             yield own
@@ -130,7 +130,7 @@ class _RankTrace:
     """The spans of one rank, and the file that takes them, one in a line: a Recorder."""
 
     def __init__(self, spool: Spool, rank: int, steps: Steps | None) -> None:
-        self._spool = spool
+        self._spool, self._has_started = spool, False
         # The words of each line that is yet to be written. A line costs less among many, and after
         # a step: between two operations of a model, every call takes memory out of the caches.
         self._lines: deque[tuple[object, ...]] = deque()
@@ -158,6 +158,11 @@ class _RankTrace:
             {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
         )
 
+    def start(self) -> None:
+        """Empty the file, and write to it from now on; other threads may have noted lines since."""
+        self._spool.empty()
+        self._has_started = True
+
     def _put(self, facts: dict[str, Any]) -> None:
         self._lines.append((json.dumps(facts),))
 
@@ -177,6 +182,8 @@ class _RankTrace:
 
     def write(self) -> None:
         """Write the lines; other threads may add some meanwhile."""
+        if not self._has_started:
+            return
         number = len(self._lines)
         lines = [" ".join(map(str, self._lines.popleft())) + "\n" for _ in range(number)]
         self._spool.write("".join(lines).encode())
