@@ -344,10 +344,14 @@ def _begin(environment: Mapping[str, str]) -> None:
                 stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if "OMP_NUM_THREADS" in environment:
-        import torch
+    import torch
 
+    # What torch reads in the environment once, as it is imported. With the level of the server, a
+    # launcher's store would log what TORCH_CPP_LOG_LEVEL leaves out, with stacks of C++.
+    if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    core = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+    ctypes.CDLL(core)._ZN3c1011initLoggingEv()  # c10::initLogging()
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
