@@ -148,13 +148,20 @@ def results_of(folder: Path, line: str, backend: str) -> list[dict]:
     script = folder / "train.py"
     script.write_text(SCRIPT.format_map({"import": line}))
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script)]
-    run = subprocess.run(
+    with subprocess.Popen(
         [*command, "--backend", backend, "--out", str(folder)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
+    ) as run:
+        try:
+            printed, _ = run.communicate(timeout=150)
+        except subprocess.TimeoutExpired:
+            look = [sys.executable, "-m", "lockstep", "status", "--stacks", str(run.pid)]
+            where = subprocess.run(look, capture_output=True, text=True, timeout=60).stdout
+            run.terminate()  # which ends the ranks
+            pytest.fail(f"After 150 s the run was here:\n{where}\n{run.communicate()[0]}")
+    assert run.returncode == 0, printed
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
 
 
