@@ -7,12 +7,10 @@ memory among the open files of all supervisors. The name is of no file: nothing 
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +18,7 @@ from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.memory_files import files_in_memory, memory_file
 from lockstep.printable import printable
 
 # The program's own code, its end, and names of spans (lockstep.spans.NAMES) that tell of others.
@@ -244,23 +243,6 @@ class RunStatus:
         return found | {"program": printable(found["program"])}
 
 
-def memory_file(name: str) -> int:
-    """Return the descriptor of a file that no folder has, in memory where the system lets it.
-
-    Where it doesn't, as in some sandboxes, the file has no name either: ``lockstep status`` then
-    finds no run.
-    """
-    try:
-        return os.memfd_create(name)
-    except AttributeError:  # Python was built without it
-        pass
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
-            raise
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 def running() -> Iterator[RunStatus]:
     """Yield the runs of this user on this host."""
     for pid, path in files_in_memory(_MEMORY_NAME):
@@ -278,14 +260,3 @@ def running() -> Iterator[RunStatus]:
 def stat_fields(pid: int) -> list[str]:
     """Return fields 3 and up of /proc/PID/stat: state, parent, ...; 2 may hold any characters."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-
-
-def files_in_memory(name: str) -> Iterator[tuple[int, str]]:
-    """Yield the open files in memory whose names begin with ``name``: process id and path."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has just ended, or is another user's
-            for descriptor in os.listdir(process / "fd"):
-                with suppress(OSError):  # it was closed meanwhile
-                    path = f"{process}/fd/{descriptor}"
-                    if os.readlink(path).startswith(f"/memfd:{name}"):
-                        yield int(process.name), path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm import Segment
-from lockstep.errors import SharedMemoryFull
 from lockstep.observe.attach import Frame, Observed, _main_stack, verdict
-from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, memory_file, running
+from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, running
 from tests.launcher.bench import Bench, until
 
 pytestmark = pytest.mark.forks
@@ -200,24 +197,3 @@ def test_pages_hold_what_a_rank_writes() -> None:
     rank.leave(outer)
     assert rank.read().state == "program"
     assert STACKS_SIGNAL > signal.SIGUSR2
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, None])
-def test_a_run_needs_no_memfd_create(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older kernels have none, and sandboxes refuse it."""
-
-    def refuse(*_: object) -> int:
-        raise AttributeError if number is None else OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    run = RunStatus.create("train.py", 2)
-    run.ranks[1].begin(1)
-    assert run.facts["program"] == "train.py"
-    assert [rank.read().rank for rank in run.ranks] == [0, 1]
-    with open(memory_file("x"), "r+b") as file:
-        file.write(b"there")
-        file.flush()
-        assert Path(f"/proc/self/fd/{file.fileno()}").read_bytes() == b"there"
-    if number is not None:
-        with pytest.raises(SharedMemoryFull, match="'gloo'"):
-            Segment.create(1 << 16)

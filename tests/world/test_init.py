@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -357,7 +358,15 @@ def placements(world_size: int, job_id: str | None = None) -> list[Placement]:
     ]
 
 
-def test_ranks_of_one_job_meet_by_its_name() -> None:
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_ranks_of_one_job_meet_by_its_name(
+    has_memfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not has_memfd:
+        monkeypatch.setattr(os, "memfd_create", refuse)
     assert together(placements(3), LATER) == [["I am 0", "I am 1", "I am 2"]] * 3
 
 

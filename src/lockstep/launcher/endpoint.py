@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lockstep.comm import Deadline, answered
 from lockstep.errors import LaunchError
 from lockstep.launcher.job import Meeting
-from lockstep.status import files_in_memory
+from lockstep.memory_files import files_in_memory, name_of
 from lockstep.world import (
     SILENCE_SECONDS,
     addresses,
@@ -231,7 +231,7 @@ def _is_another_here(mark: str) -> bool:
     """Whether another launcher in this host's network has a file with this ``mark``."""
     for pid, path in files_in_memory(mark):
         with contextlib.suppress(OSError):  # it has just ended
-            is_its_own = os.readlink(path) == f"/memfd:{mark}{pid} (deleted)"
+            is_its_own = name_of(path) == f"{mark}{pid}"
             networks = {os.readlink(f"/proc/{process}/ns/net") for process in (pid, "self")}
             if is_its_own and pid != os.getpid() and len(networks) == 1:
                 return True

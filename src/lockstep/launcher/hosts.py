@@ -27,7 +27,7 @@ from lockstep.launcher.agreement import Agreement, tell_interruption, told_inter
 from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
 from lockstep.launcher.failures import Ended, Outcome
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
-from lockstep.status import memory_file
+from lockstep.memory_files import memory_file
 from lockstep.world import Placement, Starter, connection_from, has_ended, own_end, rank_environment
 
 _ANY_PORT = 29500  # torch's own default

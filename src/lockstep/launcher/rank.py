@@ -31,7 +31,8 @@ from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of
 from lockstep.launcher.processes import PASSED_SIGNALS, end_with_parent
-from lockstep.status import STACKS_NAME, STACKS_SIGNAL, RankStatus, memory_file
+from lockstep.memory_files import memory_file
+from lockstep.status import STACKS_NAME, STACKS_SIGNAL, RankStatus
 
 LENGTH_BYTES = 8  # of the length of a report
 _NO_INPUT = (

@@ -31,7 +31,7 @@ from lockstep.launcher.job import (
     name_of,
 )
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
-from lockstep.status import memory_file
+from lockstep.memory_files import memory_file
 from lockstep.world import allocator_environment, quiet_environment
 
 Result = TypeVar("Result")
@@ -75,10 +75,13 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     # A file rather than a pipe: it takes any size before a reader exists.
     meeting = job.meeting
     name = "lockstep-job" if meeting is None else f"{meeting.mark}{os.getpid()}"
-    descriptor = memory_file(name)
-    with open(descriptor, "wb", closefd=False) as file:
-        pickle.dump(job, file)
-        file.seek(0)
+    try:
+        descriptor = memory_file(name)
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump(job, file)
+            file.seek(0)
+    except OSError as error:
+        raise LaunchError(f"There is no file for what ranks are told: {error.strerror}.") from error
     options = [f"-W{option}" for option in sys.warnoptions]
     for name, value in sys._xoptions.items():
         options.append(f"-X{name}" if value is True else f"-X{name}={value}")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
+from lockstep.memory_files import name_of
 from lockstep.printable import printable
 from lockstep.status import (
     STACKS_NAME,
@@ -148,7 +149,7 @@ def _dump(rank: RankState) -> str:
             return ""
         path = f"/proc/{rank.pid}/fd/{rank.stacks}"
         # The numbers are what the rank wrote, and its other files are its own.
-        if STACKS_NAME not in os.path.basename(os.readlink(path)):
+        if name_of(path) != STACKS_NAME:
             return ""
         with open(path, "r+b", buffering=0) as file:
             file.truncate(0)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from lockstep.comm import STORE_SECONDS, Deadline, answered
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
-from lockstep.status import files_in_memory, stat_fields
+from lockstep.memory_files import files_in_memory, memory_file, name_of
+from lockstep.status import stat_fields
 from lockstep.world.environment import Placement, Starter, detect
 from lockstep.world.network import addresses, end_on_silence, first_reached, is_local, resolved
 
@@ -62,7 +63,7 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
             name = _name_of_port(*place.master)
             # It only names this process, to another one that claims to be rank 0.
             with contextlib.suppress(OSError):
-                _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
+                _open_files[name] = memory_file(f"{name}-{os.getpid()}")
         return _held_open[place.master]
     if place.on_one_host:
         return _meet_by_name(place, timeout)
@@ -259,8 +260,11 @@ def _meet_by_name(place: Placement, timeout: timedelta) -> dist.Store:
     name = _name_of(place.job_id or _launching_process())
     if place.rank == 0:
         if name not in _open_files:
-            # The process id distinguishes this file from those that its forks inherit.
-            _open_files[name] = os.memfd_create(f"{name}-{os.getpid()}")
+            try:
+                # The process id distinguishes this file from those that its forks inherit.
+                _open_files[name] = memory_file(f"{name}-{os.getpid()}")
+            except OSError as error:
+                raise RendezvousFailed(f"rank 0 can't open a store: {error.strerror}.") from error
             # Only now: of two processes that do this at once, one at least sees the other.
             if (first := _file_of_rank_0(name, but=os.getpid())) is not None:
                 os.close(_open_files.pop(name))
@@ -310,7 +314,7 @@ def _file_of_rank_0(name: str, but: int | None = None) -> str | None:
     """The path of the file that a process has made by this name, other than the process ``but``."""
     for pid, path in files_in_memory(f"{name}-"):
         with contextlib.suppress(OSError):  # the process has just ended
-            is_its_own = os.readlink(path) == f"/memfd:{name}-{pid} (deleted)"
+            is_its_own = name_of(path) == f"{name}-{pid}"
             # Root can read all processes, but must not take the file of a stranger.
             if is_its_own and pid != but and os.stat(path).st_uid == os.geteuid():
                 return path

@@ -30,6 +30,7 @@ from lockstep.comm.shm.memory import (
 )
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, SharedMemoryFull
+from lockstep.memory_files import memory_file
 
 _NOTICE = b"\0"
 _FAULT_BYTES = 8192
@@ -158,7 +159,7 @@ class SocketMailbox(Mailbox):
     def _file_for(self, peer: int) -> _MessageFile:
         if peer not in self._outgoing:
             try:
-                descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+                descriptor = memory_file("lockstep")
             except OSError as error:
                 raise no_room(HEADER.size, error) from error
             try:

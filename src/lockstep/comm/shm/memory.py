@@ -24,6 +24,7 @@ import torch
 
 from lockstep.comm.failures import Deadline
 from lockstep.errors import SharedMemoryFull
+from lockstep.memory_files import sealable_file
 
 # From <fcntl.h>, where Python doesn't have them.
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK = 1033, 1, 2
@@ -85,7 +86,7 @@ class Segment:
             SharedMemoryFull: If there isn't enough memory.
         """
         try:
-            segment = cls(os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            segment = cls(sealable_file("lockstep"))
             fcntl.fcntl(segment.descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK)
         except OSError as error:
             raise no_room(num_bytes, error) from error
@@ -262,7 +263,7 @@ def no_room(num_bytes: int, error: OSError) -> SharedMemoryFull:
             f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
             "open; raise that limit (ulimit -n), or close what it doesn't need."
         )
-    if error.errno in (errno.ENOSYS, errno.EPERM):
+    if error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES):
         return SharedMemoryFull(
             f"This system doesn't let processes share memory, so there is none for {what}: {error} "
             "(memfd_create). Use the backend 'gloo', which needs none."
