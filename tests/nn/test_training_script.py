@@ -134,6 +134,9 @@ def main():
         "random": torch.rand(4),
     }}
     torch.save(result, os.path.join(args.out, f"rank-{{rank}}.pt"))
+    # Torch's wrapper must not be the last to hold the group: freeing both, it joins Gloo's thread
+    # with the interpreter's lock, for which that thread waits if it frees a barrier's tensors.
+    del model
     dist.destroy_process_group()
 
 
