@@ -3,8 +3,8 @@
     python -m benchmarks.data_parallel [--rounds 7]
 
 The bare model computes with one intra-op thread for each core. DataParallel splits the same batch
-over as many replicas, in threads and in processes. The contenders take turns, each in a new process
-in every round: the layout of a process's memory makes a difference of up to a third.
+over as many replicas, in threads. The two take turns, each in a new process in every round: the
+layout of a process's memory makes a difference of up to a third.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 import lockstep
 from benchmarks.models import BY_NAME, WORKLOADS, Workload, spread
 
-CONTENDERS = ["bare", "threads", "processes"]
+CONTENDERS = ["bare", "threads"]
 # The batch of each model is that of this number of ranks; by default two.
 NUM_PARTS = {"200 small layers": 1}
 SECONDS, WARM_UP_STEPS = 1.0, 15
@@ -39,7 +39,7 @@ def step_seconds(contender: str, workload: Workload) -> float:
     model = module
     if contender != "bare":
         devices = ["cpu"] * torch.get_num_threads()
-        model = lockstep.DataParallel(module, devices, workers=contender)
+        model = lockstep.DataParallel(module, devices)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> float:
@@ -89,7 +89,7 @@ def main() -> None:
         contender, name = arguments.measure
         print(json.dumps(step_seconds(contender, BY_NAME[name])))
         return
-    table = Table("model", *CONTENDERS, "bare / threads", "bare / processes")
+    table = Table("model", *CONTENDERS, "bare / threads")
     with Progress(transient=True) as progress:
         task = progress.add_task("steps", total=len(WORKLOADS) * arguments.rounds)
         for workload in WORKLOADS:
@@ -98,8 +98,8 @@ def main() -> None:
                 rounds.append([measured(contender, workload) for contender in CONTENDERS])
                 progress.advance(task)
             columns = [[1e3 * seconds for seconds in own] for own in zip(*rounds, strict=True)]
-            ratios = [[one[0] / one[column] for one in rounds] for column in (1, 2)]
-            table.add_row(workload.name, *map(spread, columns), *map(spread, ratios))
+            ratios = [bare / threads for bare, threads in rounds]
+            table.add_row(workload.name, *map(spread, columns), spread(ratios))
     Console(width=150).print(table)
     print(f"A forward through DataParallel on one device: {1e6 * overhead_seconds():.1f} us more.")
 

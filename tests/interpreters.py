@@ -35,6 +35,8 @@ from typing import Any, NamedTuple, NoReturn
 # The server's environment begins with this variable, and a fork writes its own over it, for those
 # who read /proc/PID/environ.
 _SPACE, _SPACE_BYTES = "LOCKSTEP_TESTS_SPACE", 1 << 16
+# From <sys/prctl.h>.
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # Those of lockstep's own commands. What they say but the first is in the environment as well.
 _OPTIONS = ("-P", "-B")
 
@@ -153,13 +155,9 @@ class ForkServer:
         return any(environment.get(name) != self._environment.get(name) for name in names)
 
     def _fork(self, start: _Start, descriptors: list[int]) -> int:
-        # Here, as the server runs this file as well.
-        from lockstep.nn.replicas.processes import adopting_orphans
-
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        # The server's child forks the process and ends, which makes it this one's child. Replicas
-        # may be starting in another thread, and the kernel keeps one setting for all threads.
-        with adopting_orphans(), os.fdopen(os.memfd_create("start"), "w+b") as file:
+        # The server's child forks the process and ends, which makes it this one's child.
+        with _adopting_orphans(), os.fdopen(os.memfd_create("start"), "w+b") as file:
             pickle.dump(tuple(start), file)
             file.flush()
             rights[2].append(file.fileno())
@@ -168,6 +166,22 @@ class ForkServer:
         if not pid:
             raise Interrupted("the process that forks interpreters has ended")
         return pid
+
+
+_adopting = threading.Lock()  # the kernel keeps one setting for all threads
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of descendants whose parent exits meanwhile."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _adopting:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 _servers: list[ForkServer] = []  # one, once it is needed

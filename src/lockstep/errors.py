@@ -24,7 +24,6 @@
     │   ├── CheckpointNotFound       there is none
     │   ├── CheckpointDamaged        a file of it is missing, or isn't as it was written
     │   └── CheckpointMismatch       it has other things, or the ranks' things differ
-    ├── ReplicaLost                the process of a DataParallel's replica is gone
     ├── SharedMemoryFull           there is no room for memory that ranks share
     ├── SplitError                 data cannot be divided as asked
     ├── TraceError                 a trace cannot be read
@@ -157,10 +156,6 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
 class CheckpointMismatch(CheckpointError, ValueError):
     """A checkpoint has other things than are to be loaded, or the ranks' things differ."""
-
-
-class ReplicaLost(LockstepError, RuntimeError):
-    """The process of a replica has ended, or was ended because it didn't answer."""
 
 
 class SharedMemoryFull(LockstepError, MemoryError):

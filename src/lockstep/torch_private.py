@@ -31,8 +31,6 @@ _current_autograd_node = torch._C._current_autograd_node
 _will_engine_execute_node = torch._C._will_engine_execute_node
 # Whether that backward was called with retain_graph=True: DataParallel's replicas do the same.
 _get_current_graph_task_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
-# What once_differentiable() makes: a node whose backward raises an error with a given text.
-DelayedError: Callable[[str, int], Any] = torch._C._functions.DelayedError
 # The innermost transform of torch.func around this code, and the open levels of forward-mode AD.
 peek_interpreter_stack: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 

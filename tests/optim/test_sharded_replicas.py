@@ -1,4 +1,4 @@
-"""Sharded optimizers of modules whose replicas are in threads or processes."""
+"""Sharded optimizers of modules that have replicas."""
 
 from __future__ import annotations
 
@@ -9,29 +9,15 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.nn.replicas.channel import shared_like
 from tests.nn.models import Digits
 from tests.optim.test_sharded_programs import adamw, check_same_bits
 
 
-@pytest.mark.forks
-@pytest.mark.parametrize("workers", ["threads", "processes"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_replicas_of_each_rank_have_the_same_bits(
-    workers: Any, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes get the module once: parameters stay where they are, and their values are sent."""
-    sent = []
-
-    def noting(tensors: Any) -> Any:
-        sent.append(tensors)
-        return shared_like(tensors)
-
-    monkeypatch.setattr("lockstep.nn.replicas.processes.shared_like", noting)
-
+def test_replicas_of_each_rank_have_the_same_bits(size: int) -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
         optimizer = shard(adamw(model.parameters()))
-        replicas = lockstep.DataParallel(model, ["cpu", "cpu"], workers=workers)
+        replicas = lockstep.DataParallel(model, ["cpu", "cpu"])
         outputs = []
         for step in range(4):
             x = torch.randn(5, *Digits.sample, generator=torch.Generator().manual_seed(rank + step))
@@ -45,8 +31,6 @@ def test_replicas_of_each_rank_have_the_same_bits(
         return outputs
 
     check_same_bits(program, size=size, backend="shm")
-    num_modules = 2 * size  # one that is sharded, and one that isn't, on each rank
-    assert len(sent) == (2 * num_modules if workers == "processes" else 0)
 
 
 class Scaled(nn.Module):
@@ -63,11 +47,10 @@ class Scaled(nn.Module):
         return self.linear(self.embedding((10 * x).long()))
 
 
-@pytest.mark.forks
 def test_rows_that_replicas_scale_have_the_same_bits() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> list[float]:
         optimizer = shard(adamw(model.parameters()))
-        replicas = lockstep.DataParallel(model, ["cpu", "cpu"], workers="processes")
+        replicas = lockstep.DataParallel(model, ["cpu", "cpu"])
         outputs = []
         for step in range(3):
             x = torch.rand(5, *model.sample, generator=torch.Generator().manual_seed(step))

@@ -58,10 +58,6 @@ from .shm.memory import bytes_of as bytes_of
 from .shm.memory import check_room as check_room
 from .shm.memory import is_shared as is_shared
 from .shm.memory import leave_to_others as leave_to_others
-from .shm.memory import map_segment as map_segment
-from .shm.memory import receive_message as receive_message
-from .shm.memory import send_message as send_message
-from .shm.memory import shut_down as shut_down
 from .threads.ranks import RankThreads as RankThreads
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank

@@ -19,8 +19,6 @@ from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import sparse_indices
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch, note_factor
 from lockstep.nn.replicas.group import (
-    in_caller,
-    is_replica_process,
     mark_as_one,
     num_replicas,
     refuse_in_replica,
@@ -108,12 +106,12 @@ def mean(
     counts = _counts(values, weight)
     total = (values.detach().double() * counts).sum()
     # A rank without samples in earlier micro-batches learns from the others that there were some.
-    rank, has_begun = in_caller(begun_batch)
+    rank, has_begun = begun_batch()
     facts = torch.stack([total, counts.sum(), torch.full_like(total, has_begun)])
     replica, group = this_replica(), None
     # In a replica's backward, a checkpoint recomputes the forward for its saved tensors. A mean
     # saves none, so that any value will do.
-    is_recomputed = replica is None and (is_backward_of_replicas() or is_replica_process())
+    is_recomputed = replica is None and is_backward_of_replicas()
     if replica is not None:
         # Over this rank's replicas, then over the ranks. The backward needs no group: if this
         # replica has no samples, other replicas reach the model.
@@ -217,9 +215,9 @@ class _Mean(torch.autograd.Function):
         is_backward = is_backward_of_replicas() or bool(reached([ctx.anchor]))
         if ctx.group is not None and is_backward and not has_samples:
             backward_sync_of(ctx.group).take_part_at_the_end()
-        divisor = in_caller(count_micro_batch, count, goes_on, ctx.rank, has_samples, is_backward)
+        divisor = count_micro_batch(count, goes_on, ctx.rank, has_samples, is_backward)
         if gradient.device.type == "cpu" and (factor := gradient.item()) < _SUSPICIOUS_FACTOR:
-            in_caller(note_factor, ctx.rank, factor)
+            note_factor(ctx.rank, factor)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction divides gradients by the number of means, so this multiplies by it.
         slope = gradient.double() * num_means / torch.where(divisor != 0, divisor, 1)

@@ -259,10 +259,9 @@ def _of_replicas(model: DataParallel, inputs: Sequence[Any]) -> dict[str, Any]:
     module, devices = model.module, [torch.device(d) for d in model.device_ids]
     facts = _empty(model, "DataParallel")
     facts["ranks"] = {"world_size": len(devices), "devices": [*map(str, devices)]}
-    where = "processes" if model.workers == "processes" else "threads"
     facts["summary"] = (
         f"{type(module).__name__}, {_count(module)}, in {len(devices)} replicas on "
-        f"{', '.join(map(str, devices))}: the first in the caller's thread, the others in {where} "
+        f"{', '.join(map(str, devices))}: the first in the caller's thread, the others in threads "
         "of their own."
     )
     for index, value in enumerate(inputs):
@@ -288,11 +287,11 @@ def _of_replicas(model: DataParallel, inputs: Sequence[Any]) -> dict[str, Any]:
         f"Outputs are joined along dimension {model.dim} on {torch.device(model.output_device)}. "
         "The replicas' backwards run at the same time."
     )
-    if model.workers == "threads" and devices[0].type == "cpu" and len(devices) > 1:
+    if devices[0].type == "cpu" and len(devices) > 1:
         facts["unusual"].append(
             {
                 "what": "Replicas in threads take turns in Python: only operators run at once.",
-                "mend": "workers='processes' lets each have an interpreter; so does parallelize().",
+                "mend": "launch() and parallelize() give each device an interpreter of its own.",
             }
         )
     return facts

@@ -6,14 +6,13 @@ from collections import OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep.nn.replicas import DataParallel, gather, scatter
-from lockstep.nn.replicas.channel import Packed, _Unpickler
 
 CPUS = ["cpu"] * 3
 
@@ -217,9 +216,11 @@ def loss_of(output: Any) -> torch.Tensor:
     return (output.x.sum() + output.y.square().sum()).mul(0.1)
 
 
-def check_as_one_process(kind: str, workers: Literal["threads", "processes"]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_by_attribute_are_those_of_one_process(kind: str) -> None:
+    torch.manual_seed(0)
     x, y = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    net, replicated = Net(kind), DataParallel(Net(kind), CPUS, workers=workers)
+    net, replicated = Net(kind), DataParallel(Net(kind), CPUS)
     replicated.load_state_dict(net.state_dict())
     results = []
     for model in (net, replicated):
@@ -233,27 +234,6 @@ def check_as_one_process(kind: str, workers: Literal["threads", "processes"]) ->
         results.append((output.x, output.y, inputs.grad, *(p.grad for p in model.parameters())))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients_by_attribute_are_those_of_one_process(kind: str) -> None:
-    torch.manual_seed(0)
-    check_as_one_process(kind, "threads")
-
-
-@pytest.mark.forks
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["AttrDict", "Changed", "Named"])
-def test_processes_get_and_return_attributes_too(kind: str) -> None:
-    torch.manual_seed(0)
-    check_as_one_process(kind, "processes")
-
-
-def test_items_stay_attributes_on_the_way_to_a_process() -> None:
-    sent = Packed([AttrDict(a=1, inner=AttrDict(b=2))])
-    (received,) = _Unpickler(bytearray(sent.payload), (), {}).load()
-    received["c"] = 3
-    assert (received.a, received.inner.b, received.c) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,6 @@ from torch import nn
 from lockstep.nn.replicas import DataParallel
 from tests.same import assert_same, assert_same_gradients, gradients_of
 
-pytestmark = pytest.mark.forks
-
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -65,6 +63,26 @@ class Averages(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average.data.div_(2).add_(x.mean(0))
         return x
+
+
+class HasCodes(nn.Linear):
+    """Has parameters that can't have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.codes = nn.Parameter(torch.tensor([3, -4], dtype=torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.mask + self.codes
+
+
+class Moves(nn.Linear):
+    """Gives its parameter other memory, as RNNs do on GPUs to have theirs in one piece."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
 
 
 def net() -> Net:
@@ -197,6 +215,13 @@ class TestParameters:
             assert_same_gradients(module, expected)
         assert module.first.weight.grad is None
 
+    def test_memory_that_a_replica_gives_a_parameter_is_not_kept(self) -> None:
+        module = Moves(2, 2, bias=False)
+        model = DataParallel(module, TWO)
+        for value in (1.0, 5.0):
+            nn.init.constant_(module.weight, value)
+            assert model(torch.ones(4, 2)).eq(2 * value).all()
+
     def test_a_change_before_the_backward_is_an_error(self) -> None:
         """As it is without replicas: its gradients would be others."""
         module = net()
@@ -227,6 +252,13 @@ class TestParameters:
         DataParallel(module, TWO).middle(batch()).sum().backward()
         assert module.second.weight.grad is None
         assert module.first.weight.grad is not None
+
+    def test_parameters_that_are_not_of_floating_point(self) -> None:
+        module = HasCodes().double()
+        expected = copy.deepcopy(module)
+        for one in (DataParallel(module, TWO), expected):
+            one(batch()).sum().backward()
+        assert_same_gradients(module, expected)
 
     def test_functional_calls_train_what_they_are_given(self) -> None:
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -264,11 +296,10 @@ class TestBuffers:
             means = [part.mean(0) for part in batch(rows).chunk(3)]
             assert_same([norm.running_mean], [torch.stack(means).mean(0)])
 
-    @pytest.mark.parametrize("workers", ["threads", "processes"])
-    def test_a_backward_after_they_were_averaged(self, workers: str) -> None:
+    def test_a_backward_after_they_were_averaged(self) -> None:
         """It computes with what its forward has saved; what nobody changes keeps its bits."""
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled()).double()
-        model = DataParallel(module, TWO, workers=workers, buffers="mean")
+        model = DataParallel(module, TWO, buffers="mean")
         expected = [copy.deepcopy(module) for _ in range(2)]
         scale = module[2].scale.clone()
         for _ in range(2):
@@ -283,12 +314,11 @@ class TestBuffers:
         assert torch.equal(module[2].scale, scale)
         assert module[2].scale._version == 0
 
-    @pytest.mark.parametrize("workers", ["threads", "processes"])
     @pytest.mark.parametrize("buffers", ["first", "mean"])
-    def test_writes_that_torch_does_not_count(self, workers: str, buffers: str) -> None:
+    def test_writes_that_torch_does_not_count(self, buffers: str) -> None:
         """As code does that keeps moving averages by hand."""
         module = Averages().double()
-        model = DataParallel(module, TWO, workers=workers, buffers=buffers)
+        model = DataParallel(module, TWO, buffers=buffers)
         expected = torch.zeros(4, dtype=torch.float64)
         for rows in (6, 8, 4):
             model(batch(rows))

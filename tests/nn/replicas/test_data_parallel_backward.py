@@ -160,17 +160,6 @@ class TestBackward:
             found.append(torch.autograd.grad(gradient.square().sum(), x))
         assert_same(*found)
 
-    @pytest.mark.forks
-    def test_a_second_derivative_of_processes_says_what_can_be_used_instead(self) -> None:
-        x = batch().requires_grad_()
-        model = DataParallel(net(), TWO, workers="processes")
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        for allow_unused in (True, False):
-            with pytest.raises(RuntimeError, match="workers='threads'"):
-                torch.autograd.grad(gradient.square().sum(), x, allow_unused=allow_unused)
-        with pytest.raises(RuntimeError, match="workers='threads'"):
-            gradient.square().sum().backward()
-
     def test_a_failed_backward_does_not_spoil_the_next(self) -> None:
         module, expected = net(), net()
         model, fails = DataParallel(module, TWO), [True]
@@ -237,6 +226,15 @@ class TestModes:
         with torch.inference_mode():
             assert model(batch()).is_inference()
         assert model(batch()).requires_grad
+
+    def test_a_first_call_in_inference_mode(self) -> None:
+        module, expected = net(), net()
+        model = DataParallel(module, TWO)
+        with torch.inference_mode():
+            model(batch())
+        for one in (model, expected):
+            one(batch()).sum().backward()
+        assert_same_gradients(module, expected)
 
     def test_autocast(self) -> None:
         layer = nn.Linear(4, 4)

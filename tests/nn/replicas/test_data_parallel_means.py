@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from lockstep.errors import ModelError
 from lockstep.nn.replicas import DataParallel, data_parallel, parallel_apply
 from tests.ranks import run_ranks
 from tests.same import assert_same_gradients
-
-pytestmark = pytest.mark.forks
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 THREE = ["cpu"] * 3
@@ -128,22 +125,17 @@ def test_a_failure_is_not_waited_for() -> None:
         DataParallel(Fails(), THREE)(*samples())
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
 @pytest.mark.parametrize("rows", [2, 3, 9])
-def test_replicas_in_replicas(workers: str, rows: int) -> None:
-    """The mean is one over all of them; of processes in processes, the inner ones are threads."""
+def test_replicas_in_replicas(rows: int) -> None:
+    """The mean is one over all of them."""
     module, expected = model(), model()
-    inner = DataParallel(module, THREE, workers=workers)
-    outer = DataParallel(inner, ["cpu"] * 2, workers=workers)
-    before = len(psutil.Process().children(recursive=True))
+    outer = DataParallel(DataParallel(module, THREE), ["cpu"] * 2)
     loss, other = outer(*samples(rows)), expected(*samples(rows))
     assert loss.ndim == 0
     torch.testing.assert_close(loss, other, **TOLERANCE)
     loss.backward()
     other.backward()
     assert_same_gradients(module, expected)
-    num_processes = len(psutil.Process().children(recursive=True)) - before
-    assert num_processes == (0 if workers == "threads" else 1)
 
 
 class WithCheckpoint(WithLoss):
@@ -154,11 +146,10 @@ class WithCheckpoint(WithLoss):
         return checkpoint(super().forward, x, y, use_reentrant=reentrant)
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_a_mean_in_a_checkpoint(workers: str) -> None:
+def test_a_mean_in_a_checkpoint() -> None:
     module, expected = WithCheckpoint(), WithLoss()
     expected.load_state_dict(module.state_dict())
-    replicated = DataParallel(module, THREE, workers=workers)
+    replicated = DataParallel(module, THREE)
     replicated(*samples()).backward()
     expected(*samples()).backward()
     assert_same_gradients(module, expected)
@@ -166,14 +157,20 @@ def test_a_mean_in_a_checkpoint(workers: str) -> None:
         replicated(*samples(), reentrant=True).backward()
 
 
-def test_processes_in_threads() -> None:
-    module, expected = model(), model()
-    inner = DataParallel(module, THREE, workers="processes")
-    loss, other = DataParallel(inner, ["cpu"] * 2)(*samples(9)), expected(*samples(9))
-    torch.testing.assert_close(loss, other, **TOLERANCE)
-    loss.backward()
-    other.backward()
-    assert_same_gradients(module, expected)
+def test_means_of_different_samples_are_refused_in_all_replicas() -> None:
+    class TwoMeans(WithLoss):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            losses = self.losses(x, y)
+            return lockstep.mean(losses) + lockstep.mean(losses[:1])
+
+    parallel = lockstep.parallelize(TwoMeans())
+    with lockstep.accumulate(parallel):
+        loss = DataParallel(parallel, ["cpu"] * 2)(*samples()).mean()
+        with pytest.raises(ValueError, match="two means, over 7 and over 2 samples") as caught:
+            loss.backward()
+    where, also = caught.value.__notes__
+    assert where == "(raised in replica 0 on cpu)"
+    assert also.startswith("Replica 1 on cpu failed as well:")
 
 
 def test_replicas_in_ranks() -> None:
@@ -208,13 +205,12 @@ def test_sums_are_taken_in_the_order_of_the_replicas() -> None:
         assert parallel_apply([Sums()] * 4, copy.deepcopy(values)) == first
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_micro_batches_of_another_model_are_left_alone(workers: str) -> None:
+def test_micro_batches_of_another_model_are_left_alone() -> None:
     """Two models accumulate at once, and a backward is of that one only which it reaches."""
     model, other = WithLoss(), WithLoss()
     expected = copy.deepcopy([model, other])
     model, other = lockstep.parallelize(model), lockstep.parallelize(other)
-    replicated = DataParallel(model, ["cpu"] * 2, workers=workers)
+    replicated = DataParallel(model, ["cpu"] * 2)
     of_model, of_other = [samples(3), samples(5), samples(2)], [samples(7), samples(4)]
     with lockstep.accumulate(model), lockstep.accumulate(other):
         other(*of_other[0]).backward()

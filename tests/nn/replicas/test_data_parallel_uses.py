@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -217,10 +218,20 @@ class TestFailures:
             DataParallel(nn.LazyLinear(2), TWO)(torch.ones(2, 2))
 
     def test_bad_options_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="only 'threads'"):
+        with pytest.raises(ValueError, match="workers is 'greenlets', but replicas run in threads"):
             DataParallel(net(), TWO, workers="greenlets")
         with pytest.raises(ValueError, match="device_ids is empty"):
             DataParallel(net(), [])
+
+    def test_replicas_in_processes_name_what_is_there_instead(self) -> None:
+        with pytest.raises(ValueError) as caught:
+            DataParallel(net(), TWO, workers="processes")
+        told = str(caught.value)
+        assert "model = lockstep.parallelize(Net(...).to(world.device))" in told
+        assert "lockstep.launch(train, nprocs=2)" in told
+        with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'"):
+            DataParallel(net(), TWO, timeout=timedelta(minutes=1))
+        assert_same([DataParallel(net(), TWO, workers="threads")(batch())], [net()(batch())])
 
 
 class TestDevices:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import parallel_apply
+from lockstep.nn.replicas.group import this_replica
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing
 
 setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="none")
@@ -181,6 +182,26 @@ def test_an_error_of_a_signal_handler_ends_the_wait() -> None:
         signal.signal(signal.SIGALRM, before)
         may_end.set()
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_nothing_is_added_up_without_a_replica_that_is_interrupted(
+    interruption: type[BaseException],
+) -> None:
+    """The other has come, and what ranks would make of its part alone is not what all want."""
+    finished = []
+
+    def add_up(index: int) -> torch.Tensor:
+        if index == 0:
+            time.sleep(0.2)
+            raise interruption
+        replica = this_replica()
+        assert replica is not None
+        return replica.add_up(torch.ones(()), lambda total: finished.append(total) or total)
+
+    with pytest.raises(interruption):
+        apply(add_up, count=2)
+    assert not finished
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -104,11 +103,6 @@ def test_what_is_no_module(module: Any) -> None:
     assert_refused("network", lambda: replicate(module, TWO))
     assert_refused("module", lambda: DataParallel(module, TWO))
     assert_refused("module", lambda: data_parallel(module, X, TWO))
-
-
-@pytest.mark.parametrize("timeout", [None, 5, 1.5, float("nan"), "1", timedelta(0), -timedelta(1)])
-def test_what_is_no_timeout(timeout: Any) -> None:
-    assert_refused("timeout", lambda: DataParallel(LAYER, TWO, timeout=timeout))
 
 
 @pytest.mark.parametrize("value", [None, 3, float("nan"), "ab", {0: X}, torch.tensor(3)], ids=repr)

@@ -228,18 +228,6 @@ def drop_pages(private: torch.Tensor, start: int, stop: int) -> None:
     _libc.madvise(private.data_ptr() + start, stop - start, mmap.MADV_DONTNEED)
 
 
-def map_segment(descriptor: int) -> torch.Tensor:
-    """Map the segment of another process, close ``descriptor``, and return the bytes.
-
-    Raises:
-        SharedMemoryFull: If this process may not have that much address space.
-    """
-    try:
-        return map_memory(descriptor, 0, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous ``tensor`` on the CPU, which must be kept meanwhile."""
     pointer, num_bytes = tensor.data_ptr(), tensor.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from lockstep.nn.replicas.devices import (
     check_kwargs,
     check_module,
 )
-from lockstep.nn.replicas.group import is_beside_processes, parallel_apply, refuse_transforms
+from lockstep.nn.replicas.group import parallel_apply, refuse_transforms
 from lockstep.nn.replicas.module_copy import check_home, replicate
 from lockstep.nn.replicas.nested import leaves, map_tensors
 from lockstep.nn.replicas.replicas import Replicas
@@ -30,9 +29,6 @@ from lockstep.nn.wrapper import Wrapper
 
 # More threads compete for the interpreter more than they compute.
 _MOST_THREADS = 4
-# Devices whose memory processes can share; tensors on meta have no memory.
-_SHARED_BY_PROCESSES = {"cpu", "cuda", "meta"}
-_TIMEOUT = timedelta(minutes=10)
 
 
 class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
@@ -60,9 +56,9 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
     to buffers. Assignments to attributes (``self.count += 1``) and to buffers in a replica are
     lost: each call starts from the module's attributes. The module's hooks run in each replica. All
     threads draw random numbers from one generator, in no fixed order. ``torch.utils.checkpoint``
-    can't restore that order, so a checkpoint around dropout needs replicas in processes. Hooks of
-    :func:`torch.autograd.graph.saved_tensors_hooks` see the first replica's tensors only. Double
-    backward works with threads; with processes it raises an error.
+    can't restore that order, so a checkpoint around dropout needs a process for each device:
+    :func:`lockstep.launch`, and :func:`lockstep.parallelize` there. Hooks of
+    :func:`torch.autograd.graph.saved_tensors_hooks` see the first replica's tensors only.
 
     Args:
         module: The module to replicate. Its parameters and buffers are on the first device.
@@ -74,18 +70,10 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         output_device: The device of the outputs; by default the first of ``device_ids``. -1 is the
             CPU. An index is ignored if those of ``device_ids`` are.
         dim: The dimension along which inputs are split and outputs concatenated.
-        workers: Where the replicas after the first run; the first runs in the caller's thread.
-            ``"processes"`` avoids contention for Python's interpreter lock, and needs CPU or CUDA
-            devices. The processes start at the first call, which moves parameters on the CPU to
-            shared memory, and end with this object. The module and its inputs must be picklable.
-            In-place changes of a module's attribute that keep its length aren't noticed. A
-            DataParallel inside such a process uses threads. Each process takes memory for one set
-            of gradients and, on a GPU, for a CUDA context.
+        workers: ``"threads"``, in which the replicas after the first run; the first runs in the
+            caller's. This argument, of which there was another value, will go: leave it out.
         buffers: ``"first"`` keeps the first replica's buffers; ``"mean"`` averages floating-point
             buffers over all replicas.
-        timeout: The longest wait for a process to finish its forward or backward; 10 minutes by
-            default. Then all processes are killed, and :class:`~lockstep.errors.ReplicaLost` names
-            the replica that was late. Starting the processes may take two minutes in any case.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -103,34 +91,25 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         output_device: Device | None = None,
         dim: int = 0,
         *,
-        workers: Literal["threads", "processes"] = "threads",
+        workers: Literal["threads"] = "threads",
         buffers: Literal["first", "mean"] = "first",
-        timeout: timedelta = _TIMEOUT,
     ) -> None:
         nn.Module.__init__(self)  # and not that of torch's DataParallel
         check_module(module, "module")
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            kind = ValueError if isinstance(timeout, timedelta) else TypeError
-            raise kind(
-                f"timeout is {timeout!r}; give a timedelta above 0, as timedelta(minutes=2)."
-            )
-        if workers not in ("threads", "processes"):
-            raise ValueError(
-                f"workers is {workers!r}, but only 'threads' and 'processes' are known."
-            )
         if buffers not in ("first", "mean"):
             raise ValueError(f"buffers is {buffers!r}, but only 'first' and 'mean' are known.")
         self.device_ids = devices_for(device_ids)
         if len(self._devices) > 1 and (divided := refusal_of_divided(module)):
             raise divided
-        kinds = {device.type for device in self._devices}
-        if workers == "processes" and not kinds <= _SHARED_BY_PROCESSES:
+        if workers != "threads":
+            count, kind = len(self._devices), type(module).__name__
             raise ValueError(
-                "Replicas in processes compute on the CPU or on CUDA devices. For others, use "
-                "workers='threads'."
+                f"workers is {workers!r}, but replicas run in threads of this process. To give "
+                f"each of {count} devices a process of its own, train in a function train(world) "
+                f"with model = lockstep.parallelize({kind}(...).to(world.device)), and call "
+                f"lockstep.launch(train, nprocs={count})."
             )
-        self.module, self.dim = module, as_dim(dim)
-        self.workers, self.buffer_policy, self._timeout = workers, buffers, timeout
+        self.module, self.dim, self.buffer_policy = module, as_dim(dim), buffers
         self.src_device_obj = home = self._devices[0]
         target = _target(output_device, device_ids, home)
         self.output_device = -1 if output_device == -1 else _as_torch_says(target)
@@ -183,12 +162,8 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         else:
             refuse_transforms("DataParallel")
             if self._replicas is None:
-                in_threads = self.workers == "threads" or is_beside_processes()
-                self._replicas = Replicas(
-                    self._devices,
-                    averages_buffers=self.buffer_policy == "mean",
-                    timeout=None if in_threads else self._timeout.total_seconds(),
-                )
+                averages_buffers = self.buffer_policy == "mean"
+                self._replicas = Replicas(self._devices, averages_buffers=averages_buffers)
             arguments = list(zip(parts, kwargs_parts, strict=True))
             outputs = self._replicas.call(self.module, name, arguments)
         return self.gather(outputs, self.output_device)
@@ -204,11 +179,10 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         self, name: str, parts: Sequence[Any], kwargs_parts: Sequence[Any]
     ) -> list[Any]:
         """Call the replicas through a subclass's :meth:`replicate` and :meth:`parallel_apply`."""
-        if self.workers != "threads" or self.buffer_policy != "first":
+        if self.buffer_policy != "first":
             raise ValueError(
                 f"{type(self).__name__} has a replicate() or parallel_apply() of its own, which "
-                "workers='processes' and buffers='mean' know nothing of. Leave out the one or the "
-                "other."
+                "buffers='mean' knows nothing of. Leave out the one or the other."
             )
         check_home([*self.module.parameters(), *self.module.buffers()], self._devices[0])
         replicas = self.replicate(self.module, self.device_ids[: len(parts)])

@@ -1,12 +1,12 @@
-"""Replicas that run in parallel: their sums, and their requests to the caller's process."""
+"""Replicas that run in parallel: which one a thread runs, and their sums."""
 
 from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from lockstep.torch_private import forward_level, peek_interpreter_stack
 T = TypeVar("T")
 
 Finish = Callable[[torch.Tensor], torch.Tensor]
-AskCaller = Callable[[Callable[..., object], tuple[object, ...]], object]
 
 
 @dataclass(frozen=True)
@@ -41,23 +40,17 @@ class Replica:
     index: int  # among the replicas of its call
     count: int  # the number of replicas of its call
     num_around: int  # the product of the counts of the calls around this one, 1 if there are none
-    spans_processes: bool  # whether any of these replicas runs in another process
-    sums: ReplicaSums | None  # None if they are in another process, the caller's
+    sums: ReplicaSums
 
     def add_up(self, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
             own: This replica's tensor, of the same shape and dtype on all, on any device.
-            finish: A picklable function, which is called once, in the caller's process, with the
-                sum over these replicas and all replicas around them. If None, the sum is over the
-                replicas of this call alone.
+            finish: A function, which is called once, with the sum over these replicas and all
+                replicas around them. If None, the sum is over the replicas of this call alone.
         """
-        if self.sums is None:
-            total = in_caller(_add_up_here, own, finish)
-        else:
-            total = self.sums.add_up(self.index, own, finish)
-        return total.to(own.device)
+        return self.sums.add_up(self.index, own, finish).to(own.device)
 
 
 class ReplicaSums:
@@ -70,8 +63,8 @@ class ReplicaSums:
         self._around = _replica.get()
         self._num_present = count
         self._lock = threading.Lock()
-        # If set, all current and later callers raise it. The setter must call leave() afterwards.
-        self.error: BaseException | None = None
+        # That of one replica, which all others raise instead of a sum without its part.
+        self.interruption: BaseException | None = None
         # The current sum: the parts that have arrived, by the index of the replica.
         self._parts: dict[int, torch.Tensor] = {}
         self._finish: Finish | None = None
@@ -96,13 +89,13 @@ class ReplicaSums:
     def _finish_if_complete(self) -> None:
         with self._lock:
             parts, total, finish = self._parts, self._total, self._finish
-            if not parts or (self.error is None and len(parts) < self._num_present):
+            if not parts or (self.interruption is None and len(parts) < self._num_present):
                 return
             self._parts, self._total = {}, Future()
         # Without the lock, as finish() may wait for other ranks.
         try:
-            if self.error is not None:
-                raise self.error
+            if self.interruption is not None:
+                raise self.interruption
             first, *others = (parts[index] for index in sorted(parts))
             sum_of_all = first.clone()
             for part in others:
@@ -112,26 +105,24 @@ class ReplicaSums:
             total.set_exception(failure)
 
 
-def as_replicas(
-    tasks: Sequence[Callable[[], T]], *, in_processes: bool = False
-) -> list[Callable[[], T]]:
+def as_replicas(tasks: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
     """Return ``tasks``, each of which runs as one replica, in any thread."""
     sums, count = ReplicaSums(len(tasks)), len(tasks)
-    spans_processes = in_processes or is_beside_processes()
 
     def run(replica: Replica, task: Callable[[], T]) -> T:
+        token = _replica.set(replica)
         try:
-            with as_replica(replica):
-                return task()
+            return task()
         except BaseException as error:
             if is_interruption(error):
-                sums.error = error
+                sums.interruption = error
             raise
         finally:
+            _replica.reset(token)
             sums.leave()
 
     return [
-        partial(run, Replica(index, count, num_replicas(), spans_processes, sums), task)
+        partial(run, Replica(index, count, num_replicas(), sums), task)
         for index, task in enumerate(tasks)
     ]
 
@@ -217,16 +208,6 @@ def _device_of_first_tensor(arguments: object) -> torch.device:
 _replica: ContextVar[Replica | None] = ContextVar("lockstep_replica", default=None)
 
 
-@contextmanager
-def as_replica(replica: Replica) -> Iterator[None]:
-    """Make ``replica`` the current one of this thread."""
-    token = _replica.set(replica)
-    try:
-        yield
-    finally:
-        _replica.reset(token)
-
-
 def this_replica() -> Replica | None:
     """Return the replica that this thread runs, if any."""
     return _replica.get()
@@ -240,7 +221,7 @@ def num_replicas() -> int:
 
 def refuse_in_replica(call: str) -> None:
     """Raise ModelError if this is one of several replicas: ranks make the call ``call`` once."""
-    if this_replica() is not None or is_replica_process():
+    if this_replica() is not None:
         raise ModelError(
             f"{call}() was called in a replica of a DataParallel, where each replica would call "
             "it, and for its part of the batch alone. Call it outside of the module, with what the "
@@ -269,42 +250,6 @@ def refuse_forward_mode(*values: object) -> None:
             "replicas. Call lockstep.data_parallel(module, inputs, device_ids), or the module "
             "itself, there."
         )
-
-
-def _add_up_here(own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
-    """Run ``Replica.add_up`` in the caller's process, in the thread of that replica."""
-    replica = _replica.get()
-    assert replica is not None
-    return replica.add_up(own, finish)
-
-
-# Requests of a replica's process to the caller's process
-
-_ask_caller: AskCaller | None = None
-
-
-def in_caller(function: Callable[..., T], *arguments: object) -> T:
-    """Return ``function(*arguments)``, run in the caller's process; both must be picklable."""
-    if _ask_caller is None:
-        return function(*arguments)
-    return _ask_caller(function, arguments)  # type: ignore[return-value]
-
-
-def set_caller(ask: AskCaller | None) -> None:
-    """Declare this a replica's process; ``ask`` runs a function in the caller's process."""
-    global _ask_caller
-    _ask_caller = ask
-
-
-def is_replica_process() -> bool:
-    """Whether :func:`set_caller` has made this a replica's process."""
-    return _ask_caller is not None
-
-
-def is_beside_processes() -> bool:
-    """Whether this code runs in a replica, and any replica of that call in another process."""
-    replica = _replica.get()
-    return is_replica_process() or (replica is not None and replica.spans_processes)
 
 
 # Scalars that are equal on all replicas

@@ -94,36 +94,6 @@ class ModuleState(NamedTuple):
         return cls(parts, parameters, buffers, versions)
 
 
-class ModuleSnapshot:
-    """The state of a module when it was sent to other processes.
-
-    An attribute counts as changed if it is another object, or a container of another length.
-    """
-
-    def __init__(self, state: ModuleState) -> None:
-        self._objects, self._identity = _identity_of(state)
-        self._containers = [v for v in self._objects if isinstance(v, dict | list | set)]
-        self.ignore_lengths()
-
-    def ignore_lengths(self) -> None:
-        """Regard containers as unchanged while they keep their present length."""
-        self._lengths = [*map(len, self._containers)]
-
-    def is_current(self, state: ModuleState) -> bool:
-        """Whether at most the values of tensors have changed."""
-        is_same = _identity_of(state)[1] == self._identity
-        return is_same and [*map(len, self._containers)] == self._lengths
-
-
-def _identity_of(state: ModuleState) -> tuple[list[object], list[int]]:
-    """The objects that make up a module, and their ids and the addresses of its parameters."""
-    parts, parameters, buffers, _ = state
-    # Not the training mode, which is sent with each call.
-    attributes = [v for part in parts for v in (part.__dict__ | {"training": None}).values()]
-    objects = [*parts, None, *parameters, None, *buffers, None, *attributes]
-    return objects, [*map(id, objects), *(parameter.data_ptr() for parameter in parameters)]
-
-
 def _own_tensors(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
     """Each of the ``"_parameters"`` or ``"_buffers"`` of ``parts``, once."""
     found = {id(own): own for part in parts for own in part.__dict__[kind].values()}

@@ -75,7 +75,7 @@ def _fields(kind: type) -> dict[str, str] | None:
     return None
 
 
-def has_itself_as_dict(value: object) -> bool:
+def _has_itself_as_dict(value: object) -> bool:
     """Whether ``self.__dict__ = self`` makes the items of a dict its attributes."""
     return isinstance(value, dict) and bool(type(value).__dictoffset__) and vars(value) is value
 
@@ -85,7 +85,7 @@ def _attributes(value: object) -> dict[str, object]:
     # Not the class's own __getstate__, which may add to it or leave something out.
     state = object.__getstate__(value)
     in_dict, in_slots = state if isinstance(state, tuple) else (state, None)
-    held = {} if has_itself_as_dict(value) else dict(in_dict or {})
+    held = {} if _has_itself_as_dict(value) else dict(in_dict or {})
     held |= in_slots or {}
     elements = () if isinstance(value, Mapping) else _fields(type(value)) or ()
     return {
@@ -223,7 +223,7 @@ def _copied(value: Any, elements: dict[Any, object], attributes: dict[str, objec
 
 
 def _set_attributes(made: Any, value: object, attributes: Mapping[str, object]) -> None:
-    if has_itself_as_dict(value):
+    if _has_itself_as_dict(value):
         object.__setattr__(made, "__dict__", made)
     elif hasattr(made, "__dict__"):
         for name in list(vars(made)):

@@ -74,16 +74,11 @@ class WorkerThreads:
             torch.set_num_threads(mine)
 
     def run(
-        self,
-        tasks: Sequence[Callable[[], T]],
-        meanwhile: Callable[[], object] = nothing,
-        interrupted: Callable[[], None] | None = None,
+        self, tasks: Sequence[Callable[[], T]], meanwhile: Callable[[], object] = nothing
     ) -> list[Future[T]]:
         """Run each task in its own thread, with the caller's modes, and wait for all of them.
 
-        The caller's thread runs the first task, and then ``meanwhile``. If the program is
-        interrupted, ``interrupted()`` is called, if given, instead of waiting for the other
-        threads; it must make their results unnecessary.
+        The caller's thread runs the first task, and then ``meanwhile``.
         """
         futures = [Future[T]() for _ in tasks]
         for tasks_of_one, future, task in zip(self._queues, futures[1:], tasks[1:], strict=False):
@@ -91,17 +86,8 @@ class WorkerThreads:
         try:
             _fulfil(futures[0], tasks[0])
             meanwhile()
-            if interrupted is not None:
-                if is_interruption(first_error := futures[0].exception()):
-                    raise first_error
-                wait_for(futures)
-        except BaseException:
-            if interrupted is not None:
-                interrupted()
-            raise
         finally:
-            if interrupted is None:
-                _wait_whatever_comes(futures[1:])
+            _wait_whatever_comes(futures[1:])
         return futures
 
 
@@ -177,7 +163,6 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    dtype: torch.dtype  # the default one, which all threads of a process share
     autocasts: dict[str, torch.dtype]
     keeps_casts: bool
     devices: list[torch.device]
@@ -191,7 +176,6 @@ class Modes(NamedTuple):
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.get_default_dtype(),
             {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)},
             torch.is_autocast_cache_enabled(),
             [mode.device for mode in modes if isinstance(mode, DeviceContext)],

@@ -1,4 +1,4 @@
-"""A replica in this process: its parameters and buffers, and its forwards and backwards."""
+"""A replica that is kept: its parameters and buffers, and its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 Ends = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class LocalReplica:
-    """A replica in this process, which is kept from call to call.
+class KeptReplica:
+    """A replica that is kept from call to call.
 
     Note [Leaves]: a replica's parameters are leaves of its own graph. On the parameter's device the
     leaf shares the parameter's memory and version counter, so autograd detects the same in-place
@@ -115,7 +115,7 @@ class _Buffer:
 
 
 class ReplicaCall:
-    """One forward of a replica in this process, ``call(*arguments)``, and its backwards.
+    """One forward of a replica, ``call(*arguments)``, and its backwards.
 
     Attributes:
         inputs: The tensors among the arguments that require a gradient.
@@ -153,7 +153,7 @@ class ReplicaCall:
         # See Note [Leaves]. Shown by test_inputs_may_be_modified_in_place.
         return self._input_leaves[-1].clone()
 
-    def start_backward(self, d_outputs: Gradients, *, keep_graph: bool) -> Ends:
+    def start_backward(self, d_outputs: Gradients) -> Ends:
         """Return the outputs from which a backward starts, each with its gradient."""
         self._roots = [i for i, gradient in enumerate(d_outputs) if gradient is not None]
         if any(self._outputs[index] is None for index in self._roots):
@@ -180,7 +180,7 @@ class ReplicaCall:
     def _differentiate(self, d_outputs: Gradients) -> Gradients:
         leaves = [*self._leaves, *self._input_leaves]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        ends = self.start_backward(d_outputs, keep_graph=True)
+        ends = self.start_backward(d_outputs)
         if not ends or not wanted:
             return [None] * len(leaves)
         outputs, given = zip(*ends, strict=True)
