@@ -20,6 +20,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 # A package, or a module of its own, imports only from lower layers.
 LAYERS = {
+    "deadline": -2,
     "folders": -2,
     "memory_files": -2,
     "printable": -2,

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import Deadline
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment, send_message
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import Signature, encoded
+from lockstep.deadline import Deadline
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,

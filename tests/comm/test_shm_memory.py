@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from lockstep.comm.failures import Deadline
+from lockstep.deadline import Deadline
 from lockstep.errors import PeerLost
 from tests.comm.test_shm import A, die, join_all, joined, meet_all, run_each
 

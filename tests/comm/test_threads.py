@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lockstep.comm.backends import THREADS
-from lockstep.comm.failures import Deadline
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState
 from lockstep.comm.transport import Signature
+from lockstep.deadline import Deadline
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from lockstep.comm import (
     Collectives,
-    Deadline,
     SharedMemoryGroup,
     Signature,
     reduction_for,
     register_backends,
 )
+from lockstep.deadline import Deadline
 from lockstep.errors import SharedMemoryFull
 from lockstep.world import World
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.deadline import Deadline
 from lockstep.errors import LockstepError
 
 ALONE = "alone"  # one process on the global batches
@@ -207,9 +208,9 @@ class Exchange:
         )
 
     def _wait(self, rank: int, name: str) -> Any:
-        limit = time.monotonic() + self._patience
+        deadline = Deadline(self._patience)
         while not self._ranks[rank].has(name):
-            if time.monotonic() > limit:
+            if not deadline.left():
                 raise LockstepError(f"Rank {rank} takes another way through the program.")
             time.sleep(_POLL_SECONDS)
         return self._ranks[rank].load(name)

@@ -31,6 +31,7 @@ from lockstep.checkpoint.folder import (
     padded,
 )
 from lockstep.comm import bytes_of
+from lockstep.deadline import Deadline
 from lockstep.errors import CheckpointError, SaveFailed
 from lockstep.folders import Folder
 from lockstep.printable import printable
@@ -183,7 +184,7 @@ class Place:
         Raises:
             SaveFailed: If one failed, or isn't done in time.
         """
-        parts, end = list[dict[str, Any]](), time.monotonic() + PATIENCE_SECONDS
+        parts, deadline = list[dict[str, Any]](), Deadline(PATIENCE_SECONDS)
         while len(parts) < num_ranks:
             name = f"rank-{len(parts)}.json"
             if self.folder.has(name):
@@ -193,7 +194,7 @@ class Place:
             self._check_there()
             if self.is_abandoned or self.folder.has(f"rank-{len(parts)}.failed"):
                 raise PartMissing(f"Rank {len(parts)} has not written its part of {self.final}.")
-            if time.monotonic() > end:
+            if not deadline.left():
                 there = self.folder.names()
                 absent = [r for r in range(len(parts), num_ranks) if f"rank-{r}.json" not in there]
                 raise SaveFailed(

@@ -29,7 +29,7 @@ from lockstep.checkpoint.folder import padded
 from lockstep.checkpoint.place import PartMissing, Place, explained, in_pieces, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
-from lockstep.comm import Deadline
+from lockstep.deadline import Deadline
 from lockstep.errors import SaveFailed
 from lockstep.generators import generator_of_device
 from lockstep.spans import span

@@ -35,7 +35,6 @@ from .collectives import reduction_for as reduction_for
 from .dynamo import has_compiled as has_compiled
 from .dynamo import uncompiled as uncompiled
 from .failures import STORE_SECONDS as STORE_SECONDS
-from .failures import Deadline as Deadline
 from .failures import NoAnswer as NoAnswer
 from .failures import answered as answered
 from .failures import explained as explained

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import STORE_SECONDS, Deadline, answered
+from lockstep.comm.failures import STORE_SECONDS, answered
 from lockstep.comm.transport import Ranks, Signature
 from lockstep.comm.work import WorkQueue
+from lockstep.deadline import Deadline
 from lockstep.errors import BackendUnavailable
 
 _groups: weakref.WeakSet[BaseGroup] = weakref.WeakSet()

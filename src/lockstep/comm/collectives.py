@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.arguments import Tensors
-from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Address, Signature, Transport
+from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveMismatch
 
 # Up to this size every rank sums everything itself: a second exchange costs more than the sum.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
@@ -29,8 +30,6 @@ _PATIENCE_SECONDS = 2.0
 # The limit for the store, which may be stopped or gone.
 STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
-# The longest wait before a deadline is looked at again.
-LOOK_SECONDS = 0.5
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
 # The tag of messages without a receive: sending one fails if the connection has ended.
@@ -38,34 +37,6 @@ _TAG = 0x6C6F636B
 
 _Failure = TypeVar("_Failure", bound=CollectiveFailed)
 _Result = TypeVar("_Result")
-
-
-class Deadline:
-    """A point in time, a number of ``seconds`` from now, which may be infinite.
-
-    Another thread may bring it forward; a wait for it notices that within :data:`LOOK_SECONDS`.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def restart(self) -> None:
-        """Be ``seconds`` from now."""
-        self._end = time.monotonic() + self.seconds
-
-    def left(self) -> float:
-        """Return the seconds left until the deadline; 0 after it."""
-        return max(0.0, self._end - time.monotonic())
-
-    def passed(self) -> float:
-        """Return the seconds since the deadline; 0 before it."""
-        return max(0.0, time.monotonic() - self._end)
-
-    def bring_forward(self, earlier: Deadline) -> None:
-        """Be over when ``earlier`` is, if that is sooner."""
-        if earlier._end < self._end:
-            self.seconds, self._end = earlier.seconds, earlier._end
 
 
 class NoAnswer(RuntimeError):

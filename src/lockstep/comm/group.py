@@ -35,9 +35,9 @@ from lockstep.comm.arguments import (
 from lockstep.comm.base_group import BaseGroup
 from lockstep.comm.collectives import Collectives, reduction_for, sum_sparse
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import Deadline
 from lockstep.comm.transport import Signature, Transport
 from lockstep.comm.work import Run
+from lockstep.deadline import Deadline
 from lockstep.torch_private import AllgatherOptions
 
 # Calls a collective, with flat outputs and inputs.

@@ -25,7 +25,7 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
-from lockstep.comm.failures import STORE_SECONDS, Deadline, answered
+from lockstep.comm.failures import STORE_SECONDS, answered
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.network import this_network
 from lockstep.comm.shm.barrier import Fault
@@ -38,6 +38,7 @@ from lockstep.comm.transport import (
     Signature,
     encoded,
 )
+from lockstep.deadline import Deadline
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveTimeout,

@@ -17,8 +17,8 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import flattened, put_back
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import LOOK_SECONDS, Deadline
 from lockstep.comm.work import DEAF_SECONDS, NEVER, BaseWork, start_thread, unheard
+from lockstep.deadline import LOOK_SECONDS, Deadline
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, CollectiveTimeout
 
 # The header of a message between processes: tag, number of bytes, dtype. Its size is a multiple of

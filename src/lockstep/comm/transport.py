@@ -12,8 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.failures import Deadline, named, without_traceback
+from lockstep.comm.failures import named, without_traceback
 from lockstep.comm.messages import Mailbox
+from lockstep.deadline import Deadline
 from lockstep.errors import (
     CollectiveFailed,
     CollectiveMismatch,

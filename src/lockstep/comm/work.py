@@ -34,8 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import Deadline, without_traceback
+from lockstep.comm.failures import without_traceback
 from lockstep.comm.threads.ranks import of_this_rank
+from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
 

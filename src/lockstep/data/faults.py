@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.deadline import Deadline
+
 _MOST_NAMED = 8  # samples
 _OF_A_DATASET = " in DataLoader worker process "  # so torch begins what a worker has raised
 _ENDING_SECONDS = 1.0  # between the end of a worker's connections and that of its process
@@ -88,9 +90,9 @@ def telling_how_workers_end(batches: Any) -> Iterator[Any]:
 
 def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
     """Yield sentences about workers that have ended, or are ending."""
-    deadline = time.monotonic() + _ENDING_SECONDS
+    deadline = Deadline(_ENDING_SECONDS)
     while workers and all(worker.exitcode is None for worker in workers):
-        if time.monotonic() > deadline:
+        if not deadline.left():
             return
         time.sleep(_ENDING_SECONDS / 100)
     numbers = set()

@@ -25,7 +25,7 @@ from socket import socket
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline
+from lockstep.deadline import Deadline
 from lockstep.launcher.failures import Outcome, signal_name
 from lockstep.world import has_ended
 

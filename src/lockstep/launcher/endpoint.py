@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline, answered
+from lockstep.comm import answered
+from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.job import Meeting
 from lockstep.memory_files import files_in_memory, name_of

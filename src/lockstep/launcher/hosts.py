@@ -20,7 +20,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from lockstep.comm import Deadline, NoAnswer, answered
+from lockstep.comm import NoAnswer, answered
+from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption

@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import Deadline, RankThreads, a_rank_of, end_this_rank
+from lockstep.comm import RankThreads, a_rank_of, end_this_rank
+from lockstep.deadline import Deadline
 from lockstep.launcher.failures import Failure, failure_by, failure_outcome
 from lockstep.world import Placement, Starter, as_rank, init
 

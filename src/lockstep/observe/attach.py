@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
 from lockstep.memory_files import name_of
@@ -154,8 +155,8 @@ def _dump(rank: RankState) -> str:
         with open(path, "r+b", buffering=0) as file:
             file.truncate(0)
             os.kill(rank.pid, STACKS_SIGNAL)
-            size, deadline = 0, time.monotonic() + _DUMP_SECONDS
-            while time.monotonic() < deadline:
+            size, deadline = 0, Deadline(_DUMP_SECONDS)
+            while deadline.left():
                 time.sleep(_POLL_SECONDS)
                 if size and size == os.fstat(file.fileno()).st_size:
                     break

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm import STORE_SECONDS, answered, uncompiled
+from lockstep.deadline import Deadline
 from lockstep.torch_private import _get_default_store
 from lockstep.world.facts import Kept, checksums_of, first_difference, options_of
 from lockstep.world.told import look_for_strangers, tell
@@ -161,12 +161,12 @@ def _look(
 
 def look_at_the_end() -> None:
     """Look at the options of the last steps, before the first rank takes the store with it."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+    patience = Deadline(_PATIENCE_SECONDS)
     with contextlib.suppress(Exception):  # whatever is gone by now
         for optimizer, watched in [*_watched.items()]:
             if not watched.is_done and watched.num_steps not in watched.steps:
                 watched.num_looks = _LAST_LOOK  # alike on all ranks: a place of its own
-                _look(optimizer, watched, wait=max(0.01, end - time.monotonic()))
+                _look(optimizer, watched, wait=max(0.01, patience.left()))
 
 
 def _leave(watched: _Watched, ranks: Sequence[int], facts: dict[str, Any]) -> None:

@@ -12,11 +12,12 @@ import select
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from lockstep.deadline import Deadline
 
 _SIOCGIFCONF = 0x8912  # Linux's request for all IPv4 addresses
 _IFREQ_BYTES = 40  # of each in its answer, on machines of 64 bits
@@ -93,7 +94,7 @@ def answering(
     All are tried at once, for so many seconds at most, or until ``enough`` have answered.
     """
     found = dict.fromkeys(places, f"no answer within {seconds:g} s")
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for place in places:
             ((family, where),) = resolved(*place).values()
@@ -104,7 +105,7 @@ def answering(
                 selector.register(connection, selectors.EVENT_WRITE, place)
             else:
                 found[place] = os.strerror(number) if number else ""
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        while selector.get_map() and (left := deadline.left()):
             for key, _ in selector.select(left):
                 assert isinstance(key.fileobj, socket.socket)
                 number = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lockstep.comm import STORE_SECONDS, Deadline, answered
+from lockstep.comm import STORE_SECONDS, answered
+from lockstep.deadline import Deadline
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.memory_files import files_in_memory, memory_file, name_of
 from lockstep.status import stat_fields

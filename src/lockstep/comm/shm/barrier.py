@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from lockstep.comm.failures import LOOK_SECONDS, Deadline, loss
+from lockstep.comm.failures import loss
 from lockstep.comm.transport import (
     FAILURES,
     FINGERPRINT_BYTES,
@@ -28,6 +28,7 @@ from lockstep.comm.transport import (
     Signature,
     encoded,
 )
+from lockstep.deadline import LOOK_SECONDS, Deadline
 from lockstep.errors import CollectiveFailed, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.failures import STORE_SECONDS, Deadline, NoAnswer, answered, named, silent_store
+from lockstep.comm.failures import STORE_SECONDS, NoAnswer, answered, named, silent_store
 from lockstep.comm.shm.barrier import wait_for
 from lockstep.comm.shm.memory import Segment, map_memory, receive_message, send_message, shut_down
+from lockstep.deadline import Deadline
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from lockstep.comm.failures import Deadline, loss
+from lockstep.comm.failures import loss
 from lockstep.comm.messages import HEADER, Mailbox, Message, header_of
 from lockstep.comm.shm.barrier import Fault, advice_after, wait_for
 from lockstep.comm.shm.memory import (
@@ -29,6 +29,7 @@ from lockstep.comm.shm.memory import (
     take_room,
 )
 from lockstep.comm.transport import Transport
+from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, SharedMemoryFull
 from lockstep.memory_files import memory_file
 

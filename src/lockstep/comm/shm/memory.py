@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.comm.failures import Deadline
+from lockstep.deadline import Deadline
 from lockstep.errors import SharedMemoryFull
 from lockstep.memory_files import sealable_file
 

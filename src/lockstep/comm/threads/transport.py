@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.failures import LOOK_SECONDS, Deadline, loss, named
+from lockstep.comm.failures import loss, named
 from lockstep.comm.messages import Mailbox, Message
 from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
 from lockstep.comm.transport import MISMATCH_SECONDS, Address, Failure, Signature, Transport
+from lockstep.deadline import LOOK_SECONDS, Deadline
 from lockstep.errors import CollectiveFailed, PeerLost, RendezvousFailed
 
 # By the key that the first rank leaves in the store, the state that the others find by it.

@@ -1,0 +1,36 @@
+"""Points in time up to which something is waited for."""
+
+from __future__ import annotations
+
+import time
+
+# The longest wait before a deadline is looked at again.
+LOOK_SECONDS = 0.5
+
+
+class Deadline:
+    """A point in time, a number of ``seconds`` from now, which may be infinite.
+
+    Another thread may bring it forward; a wait for it notices that within :data:`LOOK_SECONDS`.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def restart(self) -> None:
+        """Be ``seconds`` from now."""
+        self._end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Return the seconds left until the deadline; 0 after it."""
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> float:
+        """Return the seconds since the deadline; 0 before it."""
+        return max(0.0, time.monotonic() - self._end)
+
+    def bring_forward(self, earlier: Deadline) -> None:
+        """Be over when ``earlier`` is, if that is sooner."""
+        if earlier._end < self._end:
+            self.seconds, self._end = earlier.seconds, earlier._end
