@@ -34,9 +34,9 @@ NETWORKS = {
     "200gb-ib": (3.0, 200.0),
     "400gb-ib": (2.0, 400.0),
 }
-_GOLDEN = (math.sqrt(5) - 1) / 2
 _MOST_RANKS = 1024
 _FITTED_WAITS = 1500  # more would take seconds
+_NUM_HALVINGS = 8  # of a power of ten, which is 1 %
 
 
 class Network(NamedTuple):
@@ -97,22 +97,13 @@ def fit(steps: Sequence[Sequence[Collective]]) -> _Fit:
 
 
 def _least(fit_of: Callable[[float], _Fit], first: int, last: int) -> _Fit:
-    """Return the best fit between two numbers: of whole numbers, and then around the best one."""
+    """Return the best fit between two numbers: of whole numbers, then of ever finer fractions."""
     tried = {float(number): fit_of(number) for number in range(first, last + 1)}
-    best = min(tried, key=lambda number: tried[number])
-    low, high = best - 1, best + 1
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    at_left, at_right = fit_of(left), fit_of(right)
-    for _ in range(10):
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - _GOLDEN * (high - low)
-            at_left = fit_of(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + _GOLDEN * (high - low)
-            at_right = fit_of(right)
-    return min(tried[best], at_left, at_right)
+    for halvings in range(1, _NUM_HALVINGS + 1):
+        best = min(tried, key=tried.__getitem__)
+        for number in (best - 0.5**halvings, best + 0.5**halvings):
+            tried[number] = fit_of(number)
+    return min(tried.values())
 
 
 def _error(steps: Sequence[Sequence[Collective]], network: Network) -> _Fit:
