@@ -101,6 +101,8 @@ def test_each_step_of_a_save_may_fail(
             assert time.monotonic() - began < 20
             # Whole in any case; that older ones can't be removed is no reason to fail.
             assert torch.equal(load()["value"], value if told else value * 2)
+            if told and rank == 0:
+                assert not list(path.glob(".tmp-*"))
             if not faults.failed:
                 assert number > (10 if of_rank == 0 else 3)
                 return
@@ -109,4 +111,5 @@ def test_each_step_of_a_save_may_fail(
             assert torch.equal(load()["value"], value * 3)
 
     run_ranks(2, body)
+    assert not list(tmp_path.glob("*/.tmp-*"))
     assert tried >= {"new_file", "rename", "flush"}

@@ -8,6 +8,7 @@ import resource
 import shutil
 import threading
 import time
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.checkpoint import loading
+from lockstep.checkpoint import loading, saving
 from lockstep.checkpoint.place import Place
 from lockstep.checkpoint.tools import show
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.folders import Folder
 from tests.fuzzing import watched
+from tests.launcher.bench import until
 from tests.ranks import run_ranks
 
 
@@ -196,6 +198,59 @@ def test_a_rank_that_cannot_write_is_told_though_it_leaves_no_file(tmp_path, mon
         with pytest.raises(CheckpointError, match=r"Permission denied \(rank-1.bin\)"):
             lockstep.load(tmp_path, process_group=group, value=None)
         assert time.monotonic() - began < 20
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_the_folder_of_an_asynchronous_save_that_fails_goes_with_it(
+    tmp_path, monkeypatch, of_rank
+) -> None:
+    """Without a later save; and not under a rank that is still writing to it."""
+    make, there = Place.new_file, []
+
+    def denied(self: Place, rank: int) -> Any:
+        if rank == of_rank:
+            raise PermissionError(13, "Permission denied", f"rank-{rank}.bin")
+        time.sleep(0.5)
+        there.append((tmp_path / ".tmp-000001").exists())
+        return make(self, rank)
+
+    monkeypatch.setattr(Place, "new_file", denied)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        lockstep.save(tmp_path, process_group=group, async_=True, value=torch.ones(100_000))
+        assert until(lambda: there and not (tmp_path / ".tmp-000001").exists(), 8.0)
+        group.barrier().wait()
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            lockstep.load(tmp_path, process_group=group, value=None)
+
+    run_ranks(2, body)
+    assert there == [True]
+
+
+def test_a_rank_that_writes_on_keeps_no_folder_of_a_save_that_failed(tmp_path, monkeypatch) -> None:
+    make, go_on = Place.new_file, threading.Event()
+
+    def stuck(self: Place, rank: int) -> Any:
+        if rank == 0:
+            raise PermissionError(13, "Permission denied", "rank-0.bin")
+        assert go_on.wait(60)
+        return make(self, rank)
+
+    monkeypatch.setattr(Place, "new_file", stuck)
+    monkeypatch.setattr(saving, "_PATIENCE_SECONDS", 0.5)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        save = partial(lockstep.save, tmp_path, process_group=group, value=torch.ones(100_000))
+        save(async_=True)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            lockstep.load(tmp_path, process_group=group, value=None)
+        assert rank == 1 or not list(tmp_path.glob(".tmp-*"))
+        group.barrier().wait()
+        monkeypatch.setattr(Place, "new_file", make)
+        go_on.set()
+        save()  # what that rank couldn't write then is told no second time
 
     run_ranks(2, body)
 

@@ -40,6 +40,7 @@ from lockstep.tree import Header, Range
 # How long rank 0 waits for the others' parts of a checkpoint.
 PATIENCE_SECONDS = 600.0
 _POLL_SECONDS = 0.005
+_OTHERS_SECONDS = 10.0  # for ranks that still write to a checkpoint that failed
 _LOCK = ".lock"
 _log = logging.getLogger("lockstep")
 _HOLDER = re.compile(rb"process [0-9]+ on .*")
@@ -63,6 +64,7 @@ class Place:
 
     def __init__(self, path: Path, number: int | None) -> None:
         self._path, self._lock, self.is_abandoned = path, -1, False
+        self._num_taken = 0  # parts, from that of rank 0 on
         if number is None:
             if (path / MANIFEST).exists():
                 raise SaveFailed(
@@ -190,6 +192,7 @@ class Place:
             if self.folder.has(name):
                 parts.append(json.loads(self.folder.read(name)))
                 self.folder.remove(name)
+                self._num_taken += 1
                 continue
             self._check_there()
             if self.is_abandoned or self.folder.has(f"rank-{len(parts)}.failed"):
@@ -204,9 +207,24 @@ class Place:
             time.sleep(_POLL_SECONDS)
         return parts
 
-    def discard(self) -> None:
-        """Remove the folder of a save that failed; no rank may be writing to it any more."""
-        self._around.remove(_new(self.number))
+    def discard(self, num_ranks: int = 1) -> None:
+        """On rank 0 remove the folder of a save that failed.
+
+        Another rank that writes to it may finish, or find for itself why it can't: it is waited
+        for, for a while, unless the failure has been told to all.
+        """
+        deadline = Deadline(_OTHERS_SECONDS)
+        others = range(max(1, self._num_taken), num_ranks)
+        while deadline.left() and not self.is_abandoned and not all(map(self._has_ended, others)):
+            time.sleep(_POLL_SECONDS)
+        with suppress(OSError):  # the folder around it is gone too
+            self._around.remove(_new(self.number))
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank has written its part, or failed to."""
+        with suppress(OSError):
+            return self.folder.has(f"rank-{rank}.json") or self.folder.has(f"rank-{rank}.failed")
+        return True
 
     def put_failure(self, rank: int) -> None:
         """Tell rank 0 of this rank's failure, if the disk allows it."""

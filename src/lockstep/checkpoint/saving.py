@@ -196,10 +196,13 @@ class Writing:
             return explained(error, self.place.final)
         return None
 
-    def run_alone(self) -> Exception | None:
-        """Do all of it without collectives, and return the error of what failed."""
+    def run_alone(self, tell: Callable[[Exception], None]) -> None:
+        """Do all of it without collectives; if that fails, tell the error, and leave no folder."""
         try:
-            return self.tried(self.write, self.commit)
+            if (error := self.tried(self.write, self.commit)) is not None:
+                tell(error)
+                if self.rank == 0:
+                    self.place.discard(self.size)
         finally:
             self.place.close()
 
@@ -262,27 +265,29 @@ class Background:
     def start(self, writing: Writing) -> None:
         """Start a thread that writes, and keeps the error if that fails."""
 
-        def keep_error() -> None:
-            self._error = writing.run_alone()
+        def keep(error: Exception) -> None:
+            if not writing.place.is_abandoned:  # else all ranks have raised the reason
+                self._error = error
 
         self._place = writing.place
-
         if not _backgrounds:
             atexit.register(_at_exit)
         _backgrounds.add(self)
         # No daemon: the interpreter waits for it.
-        self._thread = threading.Thread(target=keep_error, name="lockstep-save")
+        self._thread = threading.Thread(
+            target=writing.run_alone, args=(keep,), name="lockstep-save"
+        )
         self._thread.start()
 
     def finish(self, seconds: float = math.inf) -> Exception | None:
-        """Wait so long for the save that is going on; return its error, if it failed."""
+        """Wait so long for the save that is going on; return its error, as soon as it fails."""
         deadline = Deadline(seconds)
         while self._thread is not None:
             self._thread.join(_LOOK_SECONDS)
             if not self._thread.is_alive():
                 self._thread, self._place = None, None
-            elif not deadline.left():
-                return None
+            elif self._error is not None or not deadline.left():
+                break
         error, self._error = self._error, None
         return error
 
@@ -327,6 +332,8 @@ def _at_exit() -> None:
     for error in errors:
         traceback.print_exception(error)
     if errors:
+        for each in _backgrounds:
+            each.finish(_PATIENCE_SECONDS)
         print("lockstep: the last checkpoint was not saved.", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
