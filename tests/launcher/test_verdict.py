@@ -22,7 +22,7 @@ from lockstep.launcher.processes import (
     fork,
 )
 from lockstep.launcher.rank import LENGTH_BYTES
-from lockstep.launcher.supervisor import RankProcess
+from lockstep.launcher.rank_process import RankProcess
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-import select
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -15,17 +15,18 @@ from lockstep.errors import BadLaunch
 from lockstep.folders import open_own
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
+from lockstep.launcher.writer import StreamWriter
 from lockstep.status import now
 
 # Longer lines are cut, since a line that never ends must not fill the memory.
 MAX_LINE_BYTES = 1 << 20
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
-# A pipe that polls as writable takes this much without blocking (PIPE_BUF).
-_CHUNK_BYTES = 4096
 # A line that stays unfinished for this time is a prompt; others are just being written.
 _PROMPT_NS = 100_000_000
-# How long a write waits for room while the launcher ends.
-_PATIENCE_MS = 500
+# How long a stream may take nothing once a signal has come, before all output is dropped.
+_PATIENCE_SECONDS = 0.5
+# The same, before no more pictures of what the ranks do are put behind those that wait.
+_PICTURE_SECONDS = 0.2
 
 
 class LineSplitter:
@@ -106,10 +107,10 @@ class Labeller:
 class Console:
     """The launcher's stdout and stderr, and a log file for each rank.
 
-    The reader of the launcher's output may stop reading: a pager, or a terminal after Ctrl-S.
-    So that a blocked write doesn't keep the launcher from being ended, a write waits for room
-    and for a signal. All output is dropped once a signal came while there was no room, or there
-    was none for half a second after a signal.
+    The reader of the launcher's output may stop reading: a pager, or a terminal after Ctrl-S. No
+    call but :meth:`wait` and :meth:`finish` waits for it: see :class:`StreamWriter`. Nothing is
+    lost by that, unless a signal ends the launcher: then all output is dropped once a stream has
+    taken nothing for half a second.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class Console:
         # When an unfinished line of a rank that reads the terminal is to be shown, as a prompt.
         self._prompts: dict[tuple[int, int], int] = {}
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
-        self._mute = False
-        self._full: set[int] = set()  # the streams that can't be written any more
-        self.is_ending = False  # whether a signal has come that ends the launcher
+        self._ending_at: float | None = None  # when a signal came that ends the launcher
         self.broken = False  # whether nobody can read the output any more
-        out = Labeller()
+        out, to_out = Labeller(), StreamWriter(1, signals.wake)
+        self._labellers, self._writers = {1: out, 2: out}, {1: to_out, 2: to_out}
         # On a terminal both streams share the cursor.
-        self._labellers = {1: out, 2: out if os.path.sameopenfile(1, 2) else Labeller()}
+        if not os.path.sameopenfile(1, 2):
+            self._labellers[2], self._writers[2] = Labeller(), StreamWriter(2, signals.wake)
 
     def feed(self, rank: int, destination: int, data: bytes, *, show_prompt: bool) -> None:
         """Write the lines that ``data``, of a rank's stdout (1) or stderr (2), completes.
@@ -157,29 +158,32 @@ class Console:
             labelled = self._labellers[destination].label(source, label, pieces)
             if self._live is not None and os.isatty(destination):
                 labelled = self._live.around(labelled)
-            self._write(destination, labelled)
+            self._writers[destination].put(labelled)
 
     def draw(self) -> float | None:
         """Bring the lines below the output up to date; return the seconds until the next time."""
         if self._live is None or (number := terminal()) is None:
             return None
+        writer = self._writers[number]
+        if writer.stuck_seconds > _PICTURE_SECONDS:
+            return None  # it tells when all is written
         for rank, destination in [source for source, due in self._prompts.items() if now() >= due]:
             del self._prompts[rank, destination]
             self._live.prompt()
             rests = self._splitters[rank, destination].finish()
             self._show(rank, destination, [rest[:-1] for rest in rests])
         if self._live.goes_on():
-            self._write(number, self._labellers[number].finish())
+            writer.put(self._labellers[number].finish())
         with contextlib.suppress(OSError):  # the terminal is gone since
             size = os.get_terminal_size(number)
-            self._write(number, self._live.draw(size.columns, size.lines))
+            writer.put(self._live.draw(size.columns, size.lines))
         next_times = [self._live.due, *self._prompts.values()]
         return max(0.0, (min(next_times) - now()) / 1e9)
 
     def say(self, words: str) -> None:
         """Write a line of the launcher's own."""
         line = self._labellers[2].finish() + f"lockstep: {words}\n".encode()
-        self._write(2, self._live.around(line) if self._live and os.isatty(2) else line)
+        self._writers[2].put(self._live.around(line) if self._live and os.isatty(2) else line)
 
     def _log(self, rank: int, data: bytes) -> None:
         view = memoryview(data)
@@ -195,40 +199,81 @@ class Console:
         for (rank, destination), splitter in self._splitters.items():
             self._show(rank, destination, splitter.finish())
         if self._live is not None and (number := terminal()) is not None:
-            self._write(number, self._live.close())
+            self._writers[number].put(self._live.close())
             self._live = None
         for rank, traceback in tracebacks.items():
             self._log(rank, traceback.encode(errors="backslashreplace"))
         for destination, labeller in self._labellers.items():
-            self._write(destination, labeller.finish())
+            self._writers[destination].put(labeller.finish())
         for log_file in self._log_files.values():
             os.close(log_file)
 
-    def _write(self, destination: int, data: bytes) -> None:
-        poll = select.poll()
-        poll.register(destination, select.POLLOUT)
-        poll.register(self._signals, select.POLLIN)
-        view = memoryview(data if destination not in self._full else b"")
-        while view and not self._mute and not self.broken:
-            ready = dict(poll.poll(_PATIENCE_MS if self.is_ending else None))
-            if destination not in ready:
-                self._mute = self._signals.is_pending() or not ready
+    def is_full(self, destination: int) -> bool:
+        """Whether ranks' output that goes there is to be left in their pipes for now."""
+        return self._writers[destination].is_full
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all is written, or won't be."""
+        return all(writer.is_idle for writer in self._writers.values())
+
+    def hasten(self) -> None:
+        """A signal has come that ends the launcher: have no more patience with who doesn't read."""
+        if self._ending_at is None:
+            self._ending_at = time.monotonic()
+
+    def check(self) -> float | None:
+        """See whether the streams take what is written; return the seconds until the next time."""
+        was_broken = self.broken
+        for destination, writer in self._writers.items():
+            if (error := writer.take_error()) is None:
                 continue
-            try:
-                view = view[os.write(destination, view[:_CHUNK_BYTES]) :]
-            except BlockingIOError:  # it was made non-blocking, and had no room after all
-                pass
-            except OSError as error:
-                if error.errno in (errno.EPIPE, errno.EBADF):  # as `head` leaves it
-                    self.broken = True
+            if error.errno in (errno.EPIPE, errno.EBADF):  # as `head` leaves it
+                self.broken = True
+                continue
+            # A full disk, or a terminal that is gone: no reason to end the run.
+            self.say(
+                f"{'stdout' if destination == 1 else 'stderr'} can't be written any more: "
+                f"{error.strerror}. The run goes on; what ranks write there is lost."
+            )
+        patience_seconds = self._patience_seconds()
+        if self.broken or patience_seconds == 0:
+            for writer in self._writers.values():
+                writer.drop()
+        return patience_seconds if self.broken == was_broken else 0.0
+
+    def _patience_seconds(self) -> float | None:
+        """How long the streams have to take something; None as long as they like."""
+        if self._ending_at is None or self.is_idle:
+            return None
+        stuck_seconds = max(writer.stuck_seconds for writer in self._writers.values())
+        stuck_seconds = min(stuck_seconds, time.monotonic() - self._ending_at)
+        return max(0.0, _PATIENCE_SECONDS - stuck_seconds)
+
+    def wait(self) -> None:
+        """Wait a moment for all to be written, if no signal comes."""
+        ends_at = time.monotonic() + _PATIENCE_SECONDS
+        while not self.is_idle and not self._signals.is_pending():
+            if (seconds := ends_at - time.monotonic()) <= 0:
+                return
+            self._signals.wait(seconds)
+            self.check()
+
+    def finish(self, words: str | None) -> None:
+        """Say the last words, and wait until all is written, as every program in a pipe does.
+
+        There is nothing left to look after. A signal ends the wait, if nobody reads.
+        """
+        if words is not None:
+            self.say(words)
+        seconds_left = self.check()
+        while not self.is_idle:
+            self._signals.wait(seconds_left)
+            if self._signals.take_ending():
+                if self._ending_at is not None:
                     return
-                # A full disk, or a terminal that is gone: no reason to end the run.
-                self._full.add(destination)
-                view = view[len(view) :]
-                self.say(
-                    f"{'stdout' if destination == 1 else 'stderr'} can't be written any more: "
-                    f"{error.strerror}. The run goes on; what ranks write there is lost."
-                )
+                self.hasten()
+            seconds_left = self.check()
 
 
 def _label(rank: int) -> bytes:

@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import resource
+import select
 import signal
 import sys
 import time
@@ -278,6 +279,18 @@ class SignalPipe:
             arrived = os.read(self.descriptors[0], 4096)
             self.pending += [number for number in arrived if number in SIGNALS]
             self.child_ended |= signal.SIGCHLD in arrived
+
+    def wake(self) -> None:
+        """Have a wait for signals end; any thread may."""
+        with contextlib.suppress(BlockingIOError):  # it is full, and hence readable
+            os.write(self.descriptors[1], b"\0")
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait for a signal or :meth:`wake`, for so many seconds at most, if that isn't None."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        poll.poll(None if seconds is None else 1000 * seconds)
+        self.pull()
 
     def is_pending(self) -> bool:
         """Whether an ending signal has arrived."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable
 
 from lockstep.launcher.job import Job, num_cores
@@ -77,5 +78,6 @@ class StartOfMany:
 
 
 def _write(words: str) -> None:
-    """Write a line before there is a console."""
-    os.write(2, f"lockstep: {words}\n".encode())
+    """Write a line before there is a console, if a reader is there: no signal is heard yet."""
+    if select.select([], [2], [], 0)[1]:
+        os.write(2, f"lockstep: {words}\n".encode())

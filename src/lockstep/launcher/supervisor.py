@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import pickle
 import selectors
@@ -17,8 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -30,7 +28,7 @@ from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job, nam
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
-from lockstep.launcher.rank import LENGTH_BYTES, run_rank
+from lockstep.launcher.rank_process import RankProcess, fork_ranks, kill_ranks
 from lockstep.launcher.starting import StartOfMany
 from lockstep.printable import printable_lines
 from lockstep.status import RunStatus
@@ -42,7 +40,6 @@ _READ_BYTES = 1 << 16
 _MOST_DRAINS = 100  # each empties a pipe
 # Of the store, the signals' pipe and the selector, and some to look at processes.
 _NUM_DESCRIPTORS = 24
-_LAST_WORDS_BYTES = 8192
 
 
 def main() -> int:
@@ -94,7 +91,7 @@ def _start(job: Job) -> int:
     for of_rank in status.ranks:
         of_rank.is_shown = is_live
     start = StartOfMany(job, status)
-    ranks = _fork_ranks(job, mask, status, start)
+    ranks = fork_ranks(job, mask, status, start)
     if not isinstance(ranks, list):
         return ranks()
     # From here on this is the supervisor.
@@ -108,193 +105,29 @@ def _start(job: Job) -> int:
         live = Live(status, host.world_size) if is_live else None
         watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
     except LaunchError:
-        _kill_ranks(ranks)
+        kill_ranks(ranks)
         raise
     else:
         watch.run(start)
     finally:
         guardian.dismiss()
-    return _conclude(job, host.settle(watch.outcome(), watch.signals.take_ending))
+    return _conclude(job, host.settle(watch.outcome(), watch.signals.take_ending), watch.console)
 
 
-def _conclude(job: Job, outcome: Outcome) -> NoReturn:
+def _conclude(job: Job, outcome: Outcome, console: Console | None = None) -> NoReturn:
     """Send ``outcome`` to the caller or, on a command line, print its message; then end."""
+    words = None
+    if job.caller is None and outcome.message is not None:
+        words = printable_lines(outcome.message)
     with contextlib.suppress(OSError):  # the caller, or the terminal, may be gone
+        if console is not None:
+            console.finish(words)
+        elif words is not None:
+            os.write(2, f"lockstep: {words}\n".encode())
         if job.caller is not None:
             with open(job.caller, "wb") as connection:
                 pickle.dump(outcome, connection)
-        elif outcome.message is not None:
-            os.write(2, f"lockstep: {printable_lines(outcome.message)}\n".encode())
     os._exit(outcome.exit_status)
-
-
-@dataclass
-class RankProcess:
-    """A rank, as the supervisor sees it."""
-
-    rank: int
-    pid: int
-    connection: socket.socket  # its environment goes out, its Failure or result comes in
-    outputs: Sequence[int]  # descriptors of its stdout and stderr; empty if not labelled
-    # Whether it reads from the terminal. It then is in the supervisor's process group, to which
-    # the terminal belongs, and not in one of its own.
-    has_terminal: bool
-    wants_result: bool = False  # whether it runs a function
-    is_running: bool = True  # until its exit is known
-    asked: bool = False  # whether the launcher asked it to end before it failed
-    is_through: bool = False  # whether it reported the end of its program, before exit handlers
-    failure: Failure | None = None  # by its own report or else by its exit
-    suspect: Failure | None = None  # to blame if others have lost it: see Failure.by_itself
-    result: bytes | None = None  # of its function, pickled
-    _received: bytearray = field(default_factory=bytearray)
-    _stderr: bytes = b""
-
-    def begin(self, environment: Mapping[str, str]) -> None:
-        """Let the rank begin, with these variables added to its environment."""
-        self.rank = int(environment["RANK"])
-        with contextlib.suppress(BrokenPipeError):  # it was killed
-            self.connection.sendall(json.dumps(environment).encode() + b"\n")
-        # It is read when the rank has ended, too: then there may be nothing to read.
-        self.connection.setblocking(False)
-
-    def send(self, number: int) -> None:
-        """Send the signal ``number`` to the rank or, if it can't be handled, its process group.
-
-        What the rank has started, such as a loader's workers, may be needed while it ends well.
-        """
-        if not self.has_terminal:
-            processes.send_signal(-self.pid if number == signal.SIGKILL else self.pid, number)
-            return
-        # Ctrl-C was sent to the whole group: a second one would interrupt its handling. The
-        # terminal may be gone, though.
-        with contextlib.suppress(OSError):
-            if number == signal.SIGINT and os.tcgetpgrp(0) == os.getpgrp():
-                return
-        os.kill(self.pid, number)
-
-    def keep_last_words(self, words: bytes) -> None:
-        """Keep the end of the rank's stderr, to which ``words`` are added."""
-        self._stderr = (self._stderr + words)[-_LAST_WORDS_BYTES:]
-
-    def failure_unless_asked(self) -> Failure | None:
-        """The rank's failure, with the end of its stderr; None if it was asked to end."""
-        if self.failure is None or self.asked:
-            return None
-        return self.with_last_words(self.failure)
-
-    def with_last_words(self, failure: Failure) -> Failure:
-        """``failure`` of this rank, with the end of its stderr."""
-        return replace(failure, last_words=self._stderr.decode(errors="replace").rstrip("\n"))
-
-    def has_ended_well(self) -> bool:
-        """Whether its program has come to its end, and not because it was asked to."""
-        if self.is_through:  # it may be ended while it runs exit handlers
-            return self.failure is None or self.asked
-        return self.failure is None and not self.is_running and not self.asked
-
-    def note_exit(self) -> None:
-        """Note how the rank ended, if it has."""
-        if self.is_running and (code := processes.exit_code_of_child(self.pid)) is not None:
-            now = time.monotonic()
-            self.read_report()
-            self.end(code, now)
-
-    def note_ending(self) -> None:
-        """Note a crash of the rank before the kernel is through with it: a core takes long."""
-        if not self.is_running or self.asked:
-            return
-        number = processes.ending_signal(self.pid)
-        if number and number not in processes.ENDING_SIGNALS:  # those the launcher gets as well
-            self.read_report()
-            own = Failure(self.rank, time.monotonic(), 128 + number, signal=number)
-            self.failure = self.failure or own
-
-    def end(self, code: int, at_seconds: float) -> None:
-        """Note the rank's exit code, or minus the number of the signal that ended it."""
-        self.is_running = False
-        if self.failure is not None:
-            return
-        if code < 0:
-            self.failure = Failure(self.rank, at_seconds, 128 - code, signal=-code)
-        elif code or (self.wants_result and self.result is None):
-            self.failure = Failure(self.rank, at_seconds, code or 1, by_itself=not code)
-        elif not self.is_through and not self.asked:
-            self.suspect = Failure(self.rank, at_seconds, 1, by_itself=True)
-
-    def read_report(self) -> bool:
-        """Read the reports that the rank and its forks have sent; tell whether no more can come."""
-        while self.failure is None and self.result is None:
-            end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
-            if len(self._received) >= end:
-                self.failure, self.result = pickle.loads(self._received[LENGTH_BYTES:end])
-                self.is_through = self.failure is None
-                del self._received[:end]
-                continue
-            try:
-                data = self.connection.recv(1 << 20)
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:  # it was killed before it had read its environment
-                return True
-            if not data:
-                return True
-            self._received += data
-        return True
-
-
-def _fork_ranks(
-    job: Job, signal_mask: Collection[int], status: RunStatus, start: StartOfMany
-) -> list[RankProcess] | Callable[[], int]:
-    """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
-
-    In a rank, return what to call there, once the stack is back to where no ``finally`` of the
-    supervisor's follows. ``signal_mask`` are the signals that a rank blocks, once it has handlers.
-
-    Raises:
-        LaunchError: If a limit on processes or descriptors is reached. None is left behind.
-    """
-    supervisor = os.getpid()
-    started: list[RankProcess] = []
-    is_call = isinstance(job.program, bytes)
-    for rank in range(job.num_ranks):
-        try:
-            connection, of_rank = socket.socketpair()
-            pipes = [os.pipe() for _ in range(2 if job.labelled else 0)]
-            processes.flush_standard_streams()
-            pid = processes.fork()
-        except OSError as error:
-            _kill_ranks(started)
-            raise LaunchError(
-                f"Rank {rank} can't be started: {error.strerror}. {len(started)} of "
-                f"{job.num_ranks} ranks were, and have been ended. Ask for fewer ranks, or raise "
-                "the limit on processes (ulimit -u) or open files (ulimit -n)."
-            ) from error
-        has_terminal = rank == job.stdin_rank and os.isatty(0)
-        if not has_terminal:
-            # On both sides: whichever is first, the group exists before it is needed.
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-        outputs = [reading for reading, _ in pipes]
-        started.append(RankProcess(rank, pid, connection, outputs, has_terminal, is_call))
-        if pid == 0:
-            for process in started:
-                process.connection.close()
-                for output in process.outputs:
-                    os.close(output)
-            outputs = [writing for _, writing in pipes]
-            own = status.ranks[rank]
-            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask, own)
-        of_rank.close()
-        for _, writing in pipes:
-            os.close(writing)
-        start.note_process(len(started))
-    return started
-
-
-def _kill_ranks(ranks: Sequence[RankProcess]) -> None:
-    for process in ranks:
-        process.send(signal.SIGKILL)
-        processes.reap(process.pid)
 
 
 class _Watch:
@@ -308,7 +141,7 @@ class _Watch:
     ) -> None:
         self.signals = processes.SignalPipe()
         self._job, self._host, self._ranks, self._spare = job, host, ranks, spare
-        self._console = Console(open_log_files(job.log_dir, host.ranks), self.signals, live)
+        self.console = Console(open_log_files(job.log_dir, host.ranks), self.signals, live)
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._interrupted_at = 0.0
         self._peer_failed = False  # whether the ranks of another host failed first
@@ -318,6 +151,9 @@ class _Watch:
         # A failure ends the run within seconds, however long a checkpoint takes at its own end.
         self._failure_grace_seconds = min(FAILURE_GRACE_SECONDS, self._grace_seconds)
         self._selector = selectors.DefaultSelector()
+        # Pipes that aren't read until the stream to which they go (1 or 2) has taken more.
+        self._paused: dict[int, tuple[int, Callable[[], object]]] = {}
+        self._is_draining = False
         self._when_readable(self.signals.fileno(), self.signals.pull)
         if job.caller is not None:
             self._when_readable(job.caller, self._lose_caller)
@@ -395,17 +231,18 @@ class _Watch:
 
     def _serve(self, seconds: float | None) -> bool:
         """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
-        nexts = seconds, self._console.draw(), self._start.seconds_left()
+        nexts = seconds, self.console.draw(), self._start.seconds_left(), self.console.check()
+        self._resume()
         times = [each for each in nexts if each is not None]
         events = self._selector.select(min(times, default=None))
-        self._start.tell(self._console.say)
+        self._start.tell(self.console.say)
         for key, _ in events:
             if key.data():
                 self._selector.unregister(key.fileobj)
         while self.signals.pending:
             number = self.signals.pending.pop(0)
             (self._end if number in processes.ENDING_SIGNALS else self._pass_on)(number)
-        if self._console.broken and self._interrupted_by is None:
+        if self.console.broken and self._interrupted_by is None:
             self._end(signal.SIGPIPE)
         return bool(events)
 
@@ -413,15 +250,25 @@ class _Watch:
         """Call ``act()`` whenever ``source`` is readable, until it returns True."""
         self._selector.register(source, selectors.EVENT_READ, act)
 
+    def _resume(self) -> None:
+        """Read the outputs again that are to be, in the end all."""
+        for output, (destination, act) in [*self._paused.items()]:
+            if self._is_draining or not self.console.is_full(destination):
+                del self._paused[output]
+                self._when_readable(output, act)
+
     def _copy(self, rank: RankProcess, output: int, destination: int) -> bool:
+        if self.console.is_full(destination) and not self._is_draining:
+            self._paused[output] = destination, partial(self._copy, rank, output, destination)
+            return True
         data = os.read(output, _READ_BYTES)
         if destination == 2:
             rank.keep_last_words(data)
-        self._console.feed(rank.rank, destination, data, show_prompt=rank.has_terminal)
+        self.console.feed(rank.rank, destination, data, show_prompt=rank.has_terminal)
         return not data
 
     def _lose_caller(self) -> bool:
-        self._console.broken = True  # the caller was the reader of the output, too
+        self.console.broken = True  # the caller was the reader of the output, too
         return True
 
     def _follow_peer(self) -> None:
@@ -447,7 +294,7 @@ class _Watch:
         if self._interrupted_by is None:
             self._interrupted_by, self._interrupted_at = number, time.monotonic()
             self._host.interrupt(number)
-        self._console.is_ending = True
+        self.console.hasten()
         if is_first:
             self._escalation = Escalation(after_signal(number, self._grace_seconds))
         elif number == signal.SIGINT or was_ctrl_c:
@@ -461,13 +308,13 @@ class _Watch:
         for rank in able:
             rank.send(number)
         if running and not able:
-            self._console.say(
+            self.console.say(
                 f"{signal_name(number)} came, and no rank has a handler for it: nothing is done."
             )
 
     def _tell_who_runs(self, seconds: float) -> None:
         running = ", ".join(str(rank.rank) for rank in self._ranks if rank.is_running)
-        self._console.say(
+        self.console.say(
             f"still running after {signal_name(self._interrupted_by or signal.SIGTERM)}: rank "
             f"{running}. What is left in {seconds:.0f} s is killed (--grace), or at once by Ctrl-C."
         )
@@ -493,8 +340,12 @@ class _Watch:
 
     def _drain(self) -> None:
         """Show the output left in the pipes, without waiting for processes that hold them open."""
+        self._is_draining = True
         for _ in range(_MOST_DRAINS):
             if not self._serve(0.0):
                 break
         failures = (rank.failure for rank in self._ranks)
-        self._console.close({f.rank: f.told.full for f in failures if f and f.told})
+        self.console.close({f.rank: f.told.full for f in failures if f and f.told})
+        self.console.wait()
+        if self.console.broken and self._interrupted_by is None:
+            self._end(signal.SIGPIPE)
