@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated import nccl, sharing
+from tests.simulated import nccl
 
 device: Any = sys.modules.get("_simulated")
 NUM_DEVICES = device.num_devices() if device else 0
@@ -38,10 +38,20 @@ def install() -> None:
     ):
         for name, value in names.items():
             setattr(module, name, value)
-    sharing.install()
+    torch.UntypedStorage.clone = _clone
     nccl.install()
     set_delay(os.environ.get("SIM_DELAY", "0,0"))
     atexit.register(device.finish)
+
+
+_clone_others = torch.UntypedStorage.clone
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _clone_others(storage)
+    as_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return as_bytes.clone().untyped_storage()
 
 
 def index_of(given: Any = None) -> int:

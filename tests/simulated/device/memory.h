@@ -11,9 +11,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -22,11 +20,10 @@
 
 namespace simulated {
 
-// A device's memory: a file without a name, which other processes can map.
+// A device's memory.
 struct Arena {
   static constexpr size_t NUM_BYTES = size_t(1) << 36;  // of addresses; pages are had when written
 
-  int file = -1;
   char* start = nullptr;
   size_t num_used = 0;
 
@@ -34,10 +31,9 @@ struct Arena {
     static Arena all[MAX_DEVICES];
     auto& arena = all[device];
     if (!arena.start) {
-      arena.file = memfd_create("simulated device", MFD_CLOEXEC);
-      TORCH_CHECK(arena.file >= 0 && ftruncate(arena.file, NUM_BYTES) == 0, "no memory file");
       auto* mapped = mmap(
-          nullptr, NUM_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, arena.file, 0);
+          nullptr, NUM_BYTES, PROT_READ | PROT_WRITE,
+          MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       TORCH_CHECK(mapped != MAP_FAILED, "The memory of a simulated device can't be mapped.");
       arena.start = static_cast<char*>(mapped);
     }

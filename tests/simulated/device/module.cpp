@@ -83,35 +83,6 @@ void finish() {
     for (auto* stream : Streams::of_device(device)) stream->wait(stream->last());
 }
 
-// Where other processes find a tensor's memory: process, file, offset, bytes.
-py::tuple share(const at::Tensor& tensor) {
-  auto& arena = Arena::of(tensor.device().index());
-  auto offset = static_cast<const char*>(tensor.storage().data()) - arena.start;
-  TORCH_CHECK(
-      offset >= 0 && offset < int64_t(Arena::NUM_BYTES),
-      "Memory that came from another process can't be sent on (simulated).");
-  return py::make_tuple(getpid(), arena.file, int64_t(offset), tensor.storage().nbytes());
-}
-
-// The memory that share() has told of, as bytes. It stays mapped: enqueued work may use it.
-at::Tensor map_shared(int device, int64_t process, int file, int64_t offset, size_t num_bytes) {
-  auto path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(file);
-  int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  TORCH_CHECK(opened >= 0, "The memory of process ", process, " is no more there.");
-  int64_t first_page = offset / 4096 * 4096;
-  auto* start = static_cast<char*>(mmap(
-      nullptr, num_bytes + offset - first_page, PROT_READ | PROT_WRITE, MAP_SHARED, opened,
-      first_page));
-  close(opened);
-  TORCH_CHECK(start != MAP_FAILED, "The memory of process ", process, " can't be mapped.");
-  c10::Device where(DEVICE_TYPE, device);
-  c10::DataPtr data(start + (offset - first_page), where);
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t{}, num_bytes, std::move(data), nullptr, false);
-  auto bytes = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(where));
-  return set_storage(bytes, storage);
-}
-
 BackendPtr make_backend(
     const std::string& name, int64_t id, StorePtr store, BackendPtr on_host, py::function given) {
   auto* create = new py::function(std::move(given));  // threads of devices may free the last group
@@ -171,6 +142,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reset_peak", [](int device) { Memory::get().reset_peak(device); });
   module.def("add_classes", [module] { add_classes(module); });
   module.def("make_backend", &make_backend);
-  module.def("share", &share);
-  module.def("map_shared", &map_shared);
 }
