@@ -2,57 +2,93 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lockstep
+from lockstep.optim.arriving import ArrivingParameter
 from tests.simulated import cuda
 
 pytestmark = pytest.mark.forks
 
+# What the first stream does with a parameter, and what another one sums.
+READS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+    "function": lambda model: model.weight,
+    "function in Python": lambda model: F.embedding(torch.zeros(1, dtype=int).cuda(), model.weight),
+    "view": lambda model: model.weight.t(),
+    "views": lambda model: model.weight.chunk(2)[1],
+    "data": lambda model: model.weight.data,
+    "detached": lambda model: model.weight.detach()[1:],
+    "storage": lambda model: torch.empty(0, device="cuda").set_(model.weight.untyped_storage()),
+    "parameter": lambda model: nn.Parameter(model.weight),
+    "copy": lambda model: copy.deepcopy(model.weight),
+}
 
-def read_on_two_streams(world: lockstep.World, joins_late: bool) -> list[float]:
-    """The sums of the parameters as a stream reads them, and then another one."""
+
+def sharded(world: lockstep.World) -> tuple[nn.Module, Callable[[], object]]:
+    """A model whose next update is to come, and the step that sends it."""
     torch.manual_seed(1)
     model = lockstep.parallelize(nn.Linear(64, 64).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = lockstep.shard_optimizer(optimizer, overlap=True)
     x = torch.randn(4, 64, device=world.device)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    for _ in range(3):
+    for step in range(4):
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
+        if step < 3:
+            optimizer.step()
     torch.cuda.synchronize()
+    return model, optimizer.step
+
+
+def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float]:
+    """The sums of the parameters as a stream reads them, and then others."""
+    model, step = sharded(world)
+    main, *others = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     with cuda.delayed("0,lazy"):
-        optimizer.step()
+        step()
         if not joins_late:
-            side.wait_stream(main)
-        first = model.weight.sum()
-        if joins_late:
+            for side in others:
+                side.wait_stream(main)
+        sums = [model.weight.sum()]
+        for side in others:
+            if joins_late:
+                side.wait_stream(main)
+            with torch.cuda.stream(side):
+                sums.append(model.weight.sum())
+            side.synchronize()
+        assert type(model.weight) is not ArrivingParameter
+        return [each.item() for each in sums]
+
+
+@pytest.mark.parametrize("joins_late", [True, False])
+def test_each_stream_that_reads_parameters_waits_for_their_update(joins_late: bool) -> None:
+    for first, *others in lockstep.launch(read_on_three_streams, 2, (joins_late,)):
+        assert others == [first] * 2
+
+
+def read_of_another(world: lockstep.World, name: str) -> list[float]:
+    """The sum of what one stream has got from a parameter, as another one reads it, and of it."""
+    model, step = sharded(world)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    with cuda.delayed("0,lazy"):
+        step()
+        side.wait_stream(main)
+        read = READS[name](model)
+        if name in ("function in Python", "copy"):  # of which the main stream writes the result
             side.wait_stream(main)
         with torch.cuda.stream(side):
-            second = model.weight.sum()
+            total = read.sum()
         side.synchronize()
-        return [second.item(), first.item()]
+    return [total.item(), READS[name](model).sum().item()]
 
 
-@pytest.mark.parametrize(
-    "joins_late",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                reason="only the first stream that reads parameters waits for their update",
-                strict=True,
-            ),
-        ),
-    ],
-)
-def test_each_stream_that_reads_parameters_waits_for_their_update(joins_late: bool) -> None:
-    for second, first in lockstep.launch(read_on_two_streams, 2, (joins_late,)):
-        assert second == first
+@pytest.mark.parametrize("name", READS)
+def test_what_a_stream_gets_from_a_parameter_may_be_read_by_another(name: str) -> None:
+    for found, expected in lockstep.launch(read_of_another, 2, (name,)):
+        assert found == expected

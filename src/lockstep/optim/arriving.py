@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
 from typing import Any
@@ -39,6 +40,11 @@ class Arrival:
 
     Until then they are instances of :class:`ArrivingParameter`. ``note_error`` is called with the
     error if a rank is lost meanwhile.
+
+    On a GPU streams wait, not the host, and the one that reads first isn't the only one: the
+    program may have made another stream wait for that of the step before, which doesn't make it
+    wait for the all-gather. So each stream that reads waits, until one has passed the end. Shown by
+    test_each_stream_that_reads_parameters_waits_for_their_update.
     """
 
     def __init__(
@@ -50,42 +56,101 @@ class Arrival:
         self._pending: Pending | None = pending
         self._note_error, self._lock = note_error, threading.Lock()
         device = parameters[0].device
-        # The program makes its other streams wait for that of the step, and not for the all-gather.
-        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        for parameter in parameters:  # of two optimizers
-            if isinstance(parameter, ArrivingParameter):
-                parameter._arrival.wait()
-        self._classes = [(parameter, type(parameter)) for parameter in parameters]
+        self._device = None if device.type == "cpu" else device
+        # The streams that wait for it, and an event after the first of these waits.
+        self._streams: set[int] = set()
+        self._event: torch.Event | None = None
+        for parameter in parameters:  # of the last step, or of two optimizers
+            if (earlier := vars(parameter).get("_arrival")) is not None:
+                earlier.wait()
+                earlier.end()  # this all-gather comes after that one
+        self._classes = {parameter: type(parameter) for parameter in parameters}
         if not all(map(_may_arrive, parameters)):
             self.wait()
+            self.end()
             return
         for parameter in parameters:
             parameter._arrival = self  # type: ignore[attr-defined]
             parameter.__class__ = ArrivingParameter
 
-    def wait(self) -> None:
-        """Wait until the values are there; on a GPU, the current stream and that of the step do.
+    def wait(self, *, on_host: bool = False) -> None:
+        """Wait until the values are there; on a GPU, the current stream does, or the host.
 
         Raises:
             CollectiveFailed: If a rank is lost, or doesn't come in time. The values are undefined.
         """
         with self._lock:
-            pending, self._pending = self._pending, None
-            if pending is None:
+            if self._pending is None:
                 return
+            is_over = True
             try:
-                if self._stream is not None:
-                    with self._stream:
-                        pending.wait()
-                pending.wait()
+                is_over = self._wait(self._pending, on_host)
             except CollectiveFailed as error:
                 self._note_error(error)
                 raise
             finally:
-                for parameter, cls in self._classes:
-                    parameter.__class__ = cls
-                    vars(parameter).pop("_arrival", None)
-                self._classes = []
+                if is_over:
+                    self._end()
+
+    def _wait(self, pending: Pending, on_host: bool) -> bool:
+        """Wait, and return whether no reader has to any more."""
+        if self._device is None:
+            pending.wait()
+            return True
+        if self._event is not None and (is_capturing() or self._event.query()):
+            return True
+        stream = torch.accelerator.current_stream(self._device)
+        if stream.stream_id not in self._streams:
+            pending.wait()
+            self._streams.add(stream.stream_id)
+            if self._event is None:
+                self._event = stream.record_event()
+        if on_host:
+            self._event.synchronize()
+        return on_host
+
+    def end(self) -> None:
+        """Let parameters be read without a wait."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self._pending = None
+        for parameter, cls in self._classes.items():
+            parameter.__class__ = cls
+            vars(parameter).pop("_arrival", None)
+        self._classes = {}
+
+    def set_read(self, parameter: nn.Parameter, is_read: bool) -> bool:
+        """Let a function read ``parameter`` after its wait, or none; return if others wait yet."""
+        with self._lock:
+            if (cls := self._classes.get(parameter)) is None:
+                return False
+            parameter.__class__ = cls if is_read else ArrivingParameter
+            return True
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured: events can't be asked then.
+
+    Whatever was read before has arrived: ``torch.cuda.graph`` begins when the device has done all.
+    """
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _read(parameters: Iterable[ArrivingParameter]) -> Iterator[list[nn.Parameter]]:
+    """Wait for ``parameters`` and let them be read; yield those that other streams wait for yet."""
+    # Another thread may have waited meanwhile.
+    pairs = [(each, vars(each).get("_arrival")) for each in parameters]
+    found = [(parameter, arrival) for parameter, arrival in pairs if arrival is not None]
+    for _, arrival in found:
+        arrival.wait()
+    try:
+        yield [parameter for parameter, arrival in found if arrival.set_read(parameter, True)]
+    finally:
+        for parameter, arrival in found:
+            arrival.set_read(parameter, False)
 
 
 def _may_arrive(parameter: nn.Parameter) -> bool:
@@ -116,28 +181,46 @@ class ArrivingParameter(DeferredParameter):
         if function in _WITHOUT_VALUES:
             with DisableTorchFunctionSubclass():
                 return function(*args, **arguments)
-        for arrival in _arrivals_among((args, arguments)):
-            arrival.wait()
-        return function(*args, **arguments)
+        with _read(_arriving_among((args, arguments))) as coming:
+            result = function(*args, **arguments)
+            is_alias = bool(coming) and _is_alias(result, coming)
+        for parameter in coming if is_alias else ():
+            parameter._arrival.wait(on_host=True)  # any stream may read the result
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter."""
-        self._arrival.wait()
-        return self.__reduce_ex__(protocol)  # of the class that it has now
+        with _read([self]):
+            return self.__reduce_ex__(protocol)  # of the class that it has now
 
 
-def _arrivals_among(value: object) -> Iterator[Arrival]:
-    """Yield the arrivals of parameters in ``value``, in lists and the like of any class.
+def _arriving_among(value: object) -> Iterator[ArrivingParameter]:
+    """Yield the parameters in ``value`` that are arriving, in lists and the like of any class.
 
     torch looks for parameters there too, and calls ``__torch_function__`` until none is arriving.
     """
     if isinstance(value, list | tuple):
         for each in value:
-            yield from _arrivals_among(each)
+            yield from _arriving_among(each)
     elif isinstance(value, dict):
-        yield from _arrivals_among([*value.values()])
+        yield from _arriving_among([*value.values()])
     elif isinstance(value, ArrivingParameter):
-        # Another thread may have waited meanwhile.
-        arrival: Arrival | None = vars(value).get("_arrival")
-        if arrival is not None:
-            yield arrival
+        yield value
+
+
+def _is_alias(value: object, parameters: Collection[torch.Tensor]) -> bool:
+    """Whether ``value`` has memory of ``parameters``, which any stream may read through it."""
+    if isinstance(value, list | tuple):
+        return any(_is_alias(each, parameters) for each in value)
+    if isinstance(value, torch.TypedStorage | torch.UntypedStorage):
+        return True
+    if not isinstance(value, torch.Tensor) or any(value is each for each in parameters):
+        return False
+    try:
+        return any(_address(value) == _address(each) for each in parameters)
+    except RuntimeError:  # in a transform of torch.func, which hides it
+        return True
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

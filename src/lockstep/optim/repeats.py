@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of, device_of_facts, global_rank, sum_at
 from lockstep.grad import name_of
+from lockstep.optim.arriving import is_capturing
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
 from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
@@ -230,7 +231,7 @@ class Repeats:
 
         No rank may have begun to update parameters. Every rank must call it; it may block.
         """
-        if _is_capturing():  # a CUDA graph, whose replays nobody sees; and nothing may be read
+        if is_capturing():  # a CUDA graph, whose replays nobody sees; and nothing may be read
             for pair in self._each():
                 pair.lose()
             return
@@ -374,10 +375,6 @@ def _is_of_none(value: object) -> bool:
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that the program or the optimizer has given it."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN}
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _digest(value: Any) -> _Digest:

@@ -117,7 +117,8 @@ def shard_optimizer(
               get the parameter by such a call reads the value of before: views of it,
               ``parameter.data`` and state dicts that were kept over the step, C++ extensions,
               transforms of ``torch.func``, TorchScript, CUDA graphs, and constructors such as
-              ``torch.tensor(parameter)``. Call ``parameter.data_ptr()`` before.
+              ``torch.tensor(parameter)``. Call ``parameter.data_ptr()`` before. On a GPU the stream
+              waits that is current in the call, and not the host, unless the call returns a view.
             - To read ``parameter.grad`` between backward and step is a collective, and so is to
               enter :func:`no_sync` before gradients are dropped: every rank has to. So use the
               optimizer's ``zero_grad()``; the model's reads all gradients.
