@@ -103,9 +103,8 @@ class Arrival:
         if stream.stream_id not in self._streams:
             pending.wait()
             self._streams.add(stream.stream_id)
-            if self._event is None:
-                self._event = stream.record_event()
-        if on_host:
+            self._event = self._event or stream.record_event()
+        if on_host and self._event is not None:
             self._event.synchronize()
         return on_host
 
@@ -139,7 +138,7 @@ def is_capturing() -> bool:
 
 
 @contextmanager
-def _read(parameters: Iterable[ArrivingParameter]) -> Iterator[list[nn.Parameter]]:
+def _read(parameters: Iterable[ArrivingParameter]) -> Iterator[dict[torch.Tensor, Arrival]]:
     """Wait for ``parameters`` and let them be read; yield those that other streams wait for yet."""
     # Another thread may have waited meanwhile.
     pairs = [(each, vars(each).get("_arrival")) for each in parameters]
@@ -147,7 +146,7 @@ def _read(parameters: Iterable[ArrivingParameter]) -> Iterator[list[nn.Parameter
     for _, arrival in found:
         arrival.wait()
     try:
-        yield [parameter for parameter, arrival in found if arrival.set_read(parameter, True)]
+        yield {each: arrival for each, arrival in found if arrival.set_read(each, True)}
     finally:
         for parameter, arrival in found:
             arrival.set_read(parameter, False)
@@ -184,8 +183,8 @@ class ArrivingParameter(DeferredParameter):
         with _read(_arriving_among((args, arguments))) as coming:
             result = function(*args, **arguments)
             is_alias = bool(coming) and _is_alias(result, coming)
-        for parameter in coming if is_alias else ():
-            parameter._arrival.wait(on_host=True)  # any stream may read the result
+        for arrival in coming.values() if is_alias else ():
+            arrival.wait(on_host=True)  # any stream may read the result
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
