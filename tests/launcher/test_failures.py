@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS
 from lockstep.launcher.processes import after_failure
-from tests.launcher.bench import Bench, up_to_thrice
+from tests.launcher.bench import Bench, free_port, up_to_thrice
 
 pytestmark = pytest.mark.forks
 
@@ -200,3 +200,49 @@ def test_a_failed_rank_may_run_its_exit_handlers(bench: Bench) -> None:
     done = bench.run("run", "-n", 2, script)
     assert "closed the log" in done.stdout
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_stopped_rank_is_named_and_not_who_waited_for_it(bench: Bench, backend: str) -> None:
+    """Over Gloo, too, whose errors of a timeout name nobody."""
+    script = bench.script(
+        f"""
+        import os, signal
+        from datetime import timedelta
+        import lockstep, torch
+        import torch.distributed as dist
+        world = lockstep.init(backend="{backend}", timeout=timedelta(seconds=20))
+        dist.barrier()
+        brief = dist.new_group(timeout=timedelta(seconds=0.5))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1), group=brief)
+        """
+    )
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 1
+    said = "lockstep: rank 1 of 2 failed first: it was stopped, as by SIGSTOP"
+    assert done.stderr.startswith(said), done.stderr
+    assert "Rank 0, which waited for it:\n" in done.stderr
+    assert "dist.all_reduce(torch.ones(1), group=brief)" in done.stderr
+
+
+def test_stopped_rank_is_named_on_each_host(bench: Bench) -> None:
+    script = bench.script(
+        """
+        import os, signal
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        brief = dist.new_group(timeout=timedelta(seconds=0.5))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1), group=brief)
+        """
+    )
+    common = ["--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-n", 1, script]
+    for run in [bench.start("run", "--node-rank", host, *common) for host in range(2)]:
+        _, err = run.communicate(timeout=60)
+        assert run.returncode == 1
+        assert err.startswith("lockstep: rank 1 of 2 failed first: it was stopped"), err

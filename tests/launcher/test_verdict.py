@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher.failures import Failure, Told, failure_outcome, first_failure, signal_name
+from lockstep.errors import CollectiveTimeout
+from lockstep.launcher.failures import (
+    Failure,
+    Told,
+    failure_by,
+    failure_outcome,
+    first_failure,
+    signal_name,
+)
 from lockstep.launcher.processes import (
     Escalation,
     after_failure,
@@ -135,6 +143,47 @@ def test_message_names_those_that_stopped_before_the_others_were_through(
     assert message is not None
     said = "But ranks 1, 2 had ended with exit code 0 while others went on: by fewer steps"
     assert (said in message) == is_told
+
+
+def missed(rank: int, at: float, *absent: int) -> RankProcess:
+    process = raised(rank, at, f"CollectiveTimeout: Rank {absent} did not come")
+    assert process.failure is not None
+    process.failure = replace(process.failure, missed=absent)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("processes", "size", "rank", "headline"),
+    [
+        ([missed(0, 1.0, 1)], 2, 1, "rank 1 of 2 did not come"),
+        ([missed(0, 2.0, 3), missed(2, 1.0, 3)], 4, 3, "rank 3 of 4 did not come"),
+        ([missed(0, 1.0, 2, 3)], 4, 0, "ranks 2, 3 of 4 did not come"),
+        # It came too late, to find nobody.
+        ([missed(0, 1.0, 1), raised(1, 1.1, LOST)], 2, 1, "rank 1 of 2 did not come"),
+        # The one that waits may be where it shouldn't be.
+        ([missed(0, 1.0, 1, 2, 3)], 4, 0, "rank 0 of 4 failed first"),
+        # They waited for each other, in different groups.
+        ([missed(0, 1.0, 1), missed(1, 1.1, 0)], 2, 0, "rank 0 of 2 failed first"),
+        # There is why it didn't come.
+        ([missed(0, 1.0, 1), killed(1, 1.1)], 2, 1, "rank 1 of 2 failed first: it was ended by"),
+    ],
+)
+def test_headline_names_who_was_waited_for(
+    processes: list[RankProcess], size: int, rank: int, headline: str
+) -> None:
+    outcome = failure_outcome(failures_of(processes), size)
+    assert outcome.rank == rank
+    assert outcome.message is not None
+    assert outcome.message.startswith(headline)
+
+
+def test_ranks_that_were_waited_for_are_those_of_an_error_or_its_cause() -> None:
+    late = CollectiveTimeout("Rank 1 did not come", [1], "all_reduce")
+    again = ValueError("the step failed")
+    again.__cause__ = late
+    for error in (late, again):
+        assert failure_by(error, 0, of_function=False).missed == (1,)
+    assert failure_by(ValueError("bad"), 0, of_function=False).missed == ()
 
 
 def test_a_rank_that_is_ended_in_its_exit_handlers_had_ended_well() -> None:

@@ -18,20 +18,21 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from traceback import FrameSummary, TracebackException
 from types import TracebackType
 from typing import NamedTuple
 
 from lockstep import errors
-from lockstep.errors import LaunchError, RankFailed
+from lockstep.errors import CollectiveTimeout, LaunchError, RankFailed
 
-# Messages of torch's process groups when a peer is gone. A rank whose traceback has one of
+# Messages of process groups when a peer is gone or doesn't come. A rank whose traceback has one of
 # them is blamed only if no rank failed in another way.
 _LOST_A_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset) by (?:remote )?peer|connection refused|broken pipe"
     r"|gloo[/\\]transport|remote process exited|ncclremoteerror|nccl communicator was aborted"
     r"|socket(?: has)? (?:closed|timed ?out)|DistNetworkError|failed to recv, got 0 bytes"
-    r"|\bPeerLost\b",
+    r"|\b(?:PeerLost|CollectiveTimeout|RendezvousFailed)\b|timed out waiting \d+ms for",
     re.IGNORECASE,
 )
 _EARLY_STOP = (
@@ -44,6 +45,13 @@ _NOISE = re.compile(r'  File "(<string>|.*/lockstep/launcher/\w+\.py)"|Extension
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = os.path.dirname(errors.__file__) + os.sep
 _START = ("<frozen importlib", "<frozen runpy>", os.path.dirname(__file__) + os.sep)
+
+
+class Silent(Enum):
+    """How a rank failed that tells of no failure, in words."""
+
+    BY_ITSELF = "it ended with exit code 0 before its program was at the end, as os._exit(0) does"
+    STOPPED = "it was stopped, as by SIGSTOP, Ctrl-Z or a debugger, while others waited for it"
 
 
 class Told(NamedTuple):
@@ -66,9 +74,8 @@ class Failure:
     told: Told | None = None  # the exception that ended the program
     signal: int | None = None  # the number of the signal that ended the rank
     refusal: str | None = None  # the whole message, if the program couldn't be started
-    # Whether it ended with exit code 0, but not by the end of its program or function: by
-    # os._exit(0), or by a program that os.exec() put in its place.
-    by_itself: bool = False
+    silent: Silent | None = None
+    missed: tuple[int, ...] = ()  # the ranks, of any host, for which it waited until its timeout
     last_words: str = ""  # the end of its stderr, which is all there is of a crash
 
     @property
@@ -84,7 +91,7 @@ class Failure:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it failed because another rank was gone."""
+        """Whether it failed because another rank was gone, or didn't come."""
         return self.told is not None and bool(_LOST_A_PEER.search(self.told.full))
 
 
@@ -139,10 +146,11 @@ def failure_outcome(
     ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure.
     """
     culprit = first_failure(failures)
+    absent = _absent(culprit, failures, world_size)
     return Outcome(
         culprit.exit_code,
-        message=_message(culprit, failures, ended_well, world_size, full_traceback),
-        rank=culprit.rank,
+        message=_message(culprit, absent, failures, ended_well, world_size, full_traceback),
+        rank=absent[0] if len(absent) == 1 else culprit.rank,
         signal=None if culprit.signal is None else signal_name(culprit.signal),
         traceback=culprit.traceback,
         at_seconds=culprit.at_seconds,
@@ -155,8 +163,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_seconds))
 
 
+def _absent(culprit: Failure, failures: Sequence[Failure], world_size: int) -> list[int]:
+    """The ranks that are to blame, as the culprit only waited for them; none if it is itself.
+
+    So it may be where most others aren't, or where those are that waited for it elsewhere.
+    """
+    waited = {failure.rank for failure in failures if failure.missed}
+    absent = sorted({*culprit.missed} - waited)
+    return absent if 2 * len(absent) <= world_size else []
+
+
 def _message(
     culprit: Failure,
+    absent: Sequence[int],
     failures: Sequence[Failure],
     ended_well: Sequence[int],
     world_size: int,
@@ -166,6 +185,11 @@ def _message(
         return culprit.refusal
     others = sorted((f for f in failures if f is not culprit), key=lambda failure: failure.rank)
     headline = f"rank {culprit.rank} of {world_size} failed first: {_how(culprit)}."
+    if absent:
+        headline = (
+            f"{_ranks(absent)} of {world_size} did not come to where others waited, until the "
+            f"timeout of rank {culprit.rank}, which failed first: {_how(culprit)}."
+        )
     if others:
         ranks = _ranks([failure.rank for failure in others])
         headline += f" After it, and likely because of it, failed {ranks}."
@@ -178,7 +202,11 @@ def _message(
         for failure in others
         if failure.told and not failure.lost_a_peer and failure.told.error != own_error
     ]
-    if culprit.told is not None and not full_traceback:
+    waiting = first_failure(others) if others and culprit.silent is Silent.STOPPED else None
+    if waiting is not None and waiting.told is not None:
+        waited_for = waiting.told.full if full_traceback else waiting.told.folded
+        evidence = ["", f"Rank {waiting.rank}, which waited for it:", waited_for.rstrip("\n")]
+    elif culprit.told is not None and not full_traceback:
         evidence = ["", culprit.told.folded.rstrip("\n")]
     elif culprit.traceback is not None:
         evidence = ["", culprit.traceback.rstrip("\n")]
@@ -205,12 +233,12 @@ def _how(failure: Failure) -> str:
         )
     if failure.signal is not None:
         return f"it was ended by {signal_name(failure.signal)}"
-    if failure.by_itself:
-        return "it ended with exit code 0 before its program was at the end, as os._exit(0) does"
+    if failure.silent is not None:
+        return failure.silent.value
     return f"exit code {failure.exit_code}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_MOST_RANKS_SHOWN])
@@ -226,7 +254,19 @@ def failure_by(error: BaseException, rank: int, *, of_function: bool) -> Failure
     elif isinstance(error, KeyboardInterrupt):
         code = 128 + signals.SIGINT
     option, attribute = "--full-traceback shows", "the error's attribute traceback has"
-    return Failure(rank, now, code, _tell(error, f"{attribute if of_function else option} them"))
+    told = _tell(error, f"{attribute if of_function else option} them")
+    return Failure(rank, now, code, told, missed=_missed(error))
+
+
+def _missed(error: BaseException | None) -> tuple[int, ...]:
+    """The ranks that didn't come to a collective in time, if that is the error or its cause."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, CollectiveTimeout):
+            return error.ranks
+        error = error.__cause__ or error.__context__
+    return ()
 
 
 def exit_code_of(error: SystemExit, *, of_function: bool) -> int:

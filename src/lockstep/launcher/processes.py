@@ -68,6 +68,13 @@ def ending_signal(pid: int) -> int:
     return 0
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or by who traces it."""
+    with contextlib.suppress(OSError):  # it is gone
+        return stat_fields(pid)[0] in ("T", "t")
+    return False
+
+
 def expects(pid: int, number: int) -> bool:
     """Whether the process ``pid`` has a handler for the signal ``number``, or waits for it.
 

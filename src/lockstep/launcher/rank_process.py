@@ -15,7 +15,7 @@ from functools import partial
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Failure
+from lockstep.launcher.failures import Failure, Silent
 from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.launcher.starting import StartOfMany
@@ -40,7 +40,7 @@ class RankProcess:
     asked: bool = False  # whether the launcher asked it to end before it failed
     is_through: bool = False  # whether it reported the end of its program, before exit handlers
     failure: Failure | None = None  # by its own report or else by its exit
-    suspect: Failure | None = None  # to blame if others have lost it: see Failure.by_itself
+    suspect: Failure | None = None  # to blame if others have lost it, or waited for it
     result: bytes | None = None  # of its function, pickled
     _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""
@@ -56,17 +56,21 @@ class RankProcess:
     def send(self, number: int) -> None:
         """Send the signal ``number`` to the rank or, if it can't be handled, its process group.
 
-        What the rank has started, such as a loader's workers, may be needed while it ends well.
+        What the rank has started, such as a loader's workers, may be needed while it ends well. A
+        rank that is stopped goes on, to end: it can't handle a signal before.
         """
-        if not self.has_terminal:
-            processes.send_signal(-self.pid if number == signal.SIGKILL else self.pid, number)
+        if number == signal.SIGKILL and not self.has_terminal:
+            processes.send_signal(-self.pid, number)
             return
         # Ctrl-C was sent to the whole group: a second one would interrupt its handling. The
         # terminal may be gone, though.
-        with contextlib.suppress(OSError):
-            if number == signal.SIGINT and os.tcgetpgrp(0) == os.getpgrp():
-                return
-        os.kill(self.pid, number)
+        if number == signal.SIGINT and self.has_terminal:
+            with contextlib.suppress(OSError):
+                if os.tcgetpgrp(0) == os.getpgrp():
+                    return
+        processes.send_signal(self.pid, number)
+        if number in processes.ENDING_SIGNALS and processes.is_stopped(self.pid):
+            processes.send_signal(self.pid, signal.SIGCONT)
 
     def keep_last_words(self, words: bytes) -> None:
         """Keep the end of the rank's stderr, to which ``words`` are added."""
@@ -105,6 +109,11 @@ class RankProcess:
             own = Failure(self.rank, time.monotonic(), 128 + number, signal=number)
             self.failure = self.failure or own
 
+    def note_stop(self) -> None:
+        """Note whether the rank is stopped while others have failed, maybe as it didn't come."""
+        if self.is_running and not self.asked and processes.is_stopped(self.pid):
+            self.suspect = Failure(self.rank, time.monotonic(), 1, silent=Silent.STOPPED)
+
     def end(self, code: int, at_seconds: float) -> None:
         """Note the rank's exit code, or minus the number of the signal that ended it."""
         self.is_running = False
@@ -113,9 +122,10 @@ class RankProcess:
         if code < 0:
             self.failure = Failure(self.rank, at_seconds, 128 - code, signal=-code)
         elif code or (self.wants_result and self.result is None):
-            self.failure = Failure(self.rank, at_seconds, code or 1, by_itself=not code)
+            self.failure = Failure(self.rank, at_seconds, code or 1)
+            self.failure = replace(self.failure, silent=None if code else Silent.BY_ITSELF)
         elif not self.is_through and not self.asked:
-            self.suspect = Failure(self.rank, at_seconds, 1, by_itself=True)
+            self.suspect = Failure(self.rank, at_seconds, 1, silent=Silent.BY_ITSELF)
 
     def read_report(self) -> bool:
         """Read the reports that the rank and its forks have sent; tell whether no more can come."""

@@ -218,6 +218,7 @@ class _Watch:
             self._serve(left)
             self._note_exits()
             if self._escalation is None and self._failures():
+                self._note_stops()
                 self._escalation = Escalation(after_failure(self._failure_grace_seconds))
 
     def _send(self, number: int) -> None:
@@ -281,6 +282,7 @@ class _Watch:
                 self._end(number)
         elif self._escalation is None:
             self._peer_failed = True
+            self._note_stops()
             actions = after_signal(signal.SIGTERM, self._failure_grace_seconds)
             self._escalation = Escalation(actions)
 
@@ -327,6 +329,10 @@ class _Watch:
                 processes.reap(pid, wait=False)
         for rank in self._ranks:
             rank.note_exit()
+
+    def _note_stops(self) -> None:
+        for rank in self._ranks:
+            rank.note_stop()
 
     def _end_all(self) -> None:
         """End the ranks and the processes that they have started."""
