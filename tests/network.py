@@ -122,5 +122,22 @@ def hosts_of_a_network(number: int, versions: tuple[int, ...] = (4,)) -> Iterato
             shutil.rmtree(FILES / name, ignore_errors=True)
 
 
+def start_on(
+    hosts: Hosts, script: Path, *options: str, address: str = Hosts.address(0)
+) -> list[subprocess.Popen[str]]:
+    """Start two ranks of ``script`` on each of two ``hosts``."""
+    endpoint = f"{address}:29500"
+    return [
+        subprocess.Popen(
+            [*hosts.on(number), sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
+             "--node-rank", str(number), "--rdzv-endpoint", endpoint, *options, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.launcher.bench import Bench, free_port, lines_of, until
-from tests.network import Hosts, hosts_of_a_network
 
 pytestmark = pytest.mark.forks
 
@@ -403,24 +401,6 @@ def test_mistyped_address_is_told_in_time_with_the_right_ones(bench: Bench, host
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
-def test_host_without_loopback(bench: Bench, two_hosts: Hosts) -> None:
-    """Ranks of one host meet without; of several hosts, the first is told what is wrong."""
-    subprocess.run([*two_hosts.on(0), "ip", "link", "set", "lo", "down"], check=True)
-    script = str(bench.script(INIT))
-    run = [*two_hosts.on(0), sys.executable, "-m", "lockstep", "run", "-n", "2"]
-    endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"{two_hosts.address(0)}:29500"]
-    alone = subprocess.run([*run, script], capture_output=True, text=True, timeout=60)
-    assert alone.returncode == 0, alone.stderr
-    assert lines_of(alone.stdout, 1) == ["1 2 2 3.0"]
-    assert alone.stderr == ""
-    options = [*endpoint, "--node-rank", "0", script]
-    first = subprocess.run([*run, *options], capture_output=True, text=True, timeout=60)
-    assert first.returncode == 2
-    assert "this host doesn't reach itself at 10.77.0.1" in first.stderr
-    assert "Traceback" not in first.stderr
-
-
 @pytest.mark.parametrize("limit", [pytest.param(20, marks=pytest.mark.long), 24])
 def test_few_descriptors_are_told_in_time(bench: Bench, limit: int) -> None:
     command = f"ulimit -n {limit}; exec {sys.executable} -m lockstep run -n 2 script.py"
@@ -431,152 +411,3 @@ def test_few_descriptors_are_told_in_time(bench: Bench, limit: int) -> None:
     assert done.returncode == 2
     assert f"raise the limit on open files, which is {limit} (ulimit -n)" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
-    with hosts_of_a_network(2) as hosts:
-        yield hosts
-
-
-INIT = """
-    import torch, torch.distributed as dist, lockstep
-    world = lockstep.init()
-    total = torch.tensor(float(world.rank + 1))
-    dist.all_reduce(total)
-    print(world.local_rank, world.local_world_size, world.world_size, total.item(), flush=True)
-    """
-
-
-def start_on(
-    hosts: Hosts, script: Path, *options: str, address: str = Hosts.address(0)
-) -> list[subprocess.Popen[str]]:
-    """Start two ranks of ``script`` on each of two ``hosts``."""
-    endpoint = f"{address}:29500"
-    return [
-        subprocess.Popen(
-            [*hosts.on(number), sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
-             "--node-rank", str(number), "--rdzv-endpoint", endpoint, *options, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]  # fmt: skip
-
-
-@pytest.mark.long
-def test_two_hosts_of_a_network(bench: Bench, two_hosts: Hosts) -> None:
-    for number, run in enumerate(start_on(two_hosts, bench.script(INIT))):
-        out, err = run.communicate(timeout=100)
-        assert run.returncode == 0, err
-        for local_rank in range(2):
-            assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("versions", [(6,), (4, 6)])
-def test_two_hosts_of_a_network_of_ipv6(bench: Bench, versions: tuple[int, ...]) -> None:
-    with hosts_of_a_network(2, versions) as hosts:
-        address = f"[{hosts.address6(0)}]"
-        for number, run in enumerate(start_on(hosts, bench.script(INIT), address=address)):
-            out, err = run.communicate(timeout=100)
-            assert run.returncode == 0, err
-            assert lines_of(out, 2 * number) == ["0 2 4 10.0"]
-
-
-COUNT_BYTES = """
-    from pathlib import Path
-    import torch, torch.distributed as dist, lockstep
-
-    def sent():
-        cables = Path("/sys/class/net").glob("cable/statistics/tx_bytes")
-        return sum(int(path.read_text()) for path in cables)
-
-    world = lockstep.init()
-    gloo = dist.new_group(backend="gloo")
-    size = 4 * 1024 * 1024
-    for name, group in (("shm", dist.group.WORLD), ("gloo", gloo)):
-        tensor = torch.full((size // 4,), world.rank + 1.0)
-        dist.all_reduce(tensor, group=group)  # connections are made
-        assert tensor.eq(10).all()
-        dist.barrier(group)
-        before = sent()
-        for _ in range(5):
-            dist.all_reduce(tensor, group=group)
-        dist.barrier(group)
-        if world.local_rank == 0:
-            print(name, (sent() - before) / 5 / size, flush=True)
-        dist.barrier(group)
-    """
-
-
-@pytest.mark.long
-def test_a_host_sends_each_byte_once(bench: Bench, two_hosts: Hosts) -> None:
-    """Of four ranks on two hosts; with Gloo alone, more crosses the cable."""
-    for number, run in enumerate(start_on(two_hosts, bench.script(COUNT_BYTES))):
-        out, err = run.communicate(timeout=100)
-        assert run.returncode == 0, err
-        shares = dict(line.split() for line in lines_of(out, 2 * number))
-        # Headers and acknowledgements come on top of the bytes themselves.
-        assert 1.0 < float(shares["shm"]) < 1.05, shares
-        assert float(shares["gloo"]) > 1.2, shares
-
-
-TRAIN = """
-    import time, torch, torch.distributed as dist, lockstep
-    from datetime import timedelta
-
-    lockstep.init(timeout=timedelta(seconds=SECONDS))
-    total, step = torch.ones(4), 0
-    while True:
-        dist.all_reduce(total)
-        step += 1
-        if step == 3:
-            print("training", flush=True)
-        time.sleep(0.02)
-    """
-
-
-def await_training(runs: list[subprocess.Popen[str]]) -> None:
-    for run in runs:
-        assert run.stdout is not None
-        assert "training" in run.stdout.readline()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("seconds", "silence", "at_most"), [(15, 60, 30), (600, 5, 15)])
-def test_cut_link_ends_all_hosts_and_each_names_the_other(
-    bench: Bench, two_hosts: Hosts, seconds: int, silence: int, at_most: int
-) -> None:
-    """After the timeout of a collective, or once too long nothing was heard of the other."""
-    script = bench.script(TRAIN.replace("SECONDS", str(seconds)))
-    runs = start_on(two_hosts, script, "--host-timeout", str(silence))
-    await_training(runs)
-    began = time.monotonic()
-    two_hosts.cut(1)
-    for host, run in enumerate(runs):
-        _, err = run.communicate(timeout=at_most + 30)
-        assert run.returncode == 1, err
-        assert f"lockstep: host {1 - host} ({socket.gethostname()}) is lost: it fell" in err
-    assert time.monotonic() - began < at_most
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_end_of_a_launcher_is_told_and_not_that_its_ranks_are_gone(
-    bench: Bench, two_hosts: Hosts, host: int, number: signal.Signals
-) -> None:
-    runs = start_on(two_hosts, bench.script(TRAIN.replace("SECONDS", "600")))
-    await_training(runs)
-    runs[host].send_signal(number)
-    runs[host].communicate(timeout=60)
-    _, err = runs[1 - host].communicate(timeout=60)
-    name, code = f"host {host} ({socket.gethostname()})", runs[1 - host].returncode
-    if number == signal.SIGINT:
-        assert (runs[host].returncode, code) == (130, 130), err
-        assert f"lockstep: ended by SIGINT at {name}" in err
-    else:
-        assert code == 1
-        assert f"lockstep: {name} is lost" in err

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.launcher.bench import Bench
-from tests.launcher.test_several_hosts import start_on
-from tests.network import Hosts, hosts_of_a_network
+from tests.network import Hosts, hosts_of_a_network, start_on
 
 pytestmark = [pytest.mark.forks, pytest.mark.long, pytest.mark.network]
 
