@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -99,6 +100,32 @@ def test_a_report_of_any_trace_is_read_or_refused(
             assert {path.name for path in folder.iterdir()} >= {*files}
         shutil.rmtree(folder)
     assert num_mutations // 10 < num_refused < num_mutations
+
+
+def test_reading_takes_at_most_twice_the_file_in_memory(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.spans"
+    path.write_bytes((trace / "rank-0.spans").read_bytes() * 80)
+    size = path.stat().st_size
+    assert size > 100_000  # so that what doesn't grow with it is a small part
+    read(path)
+    tracemalloc.start(1)
+    try:
+        found = read(path)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.spans) + len(found.buckets) + len(found.batches) > size // 100
+    assert (kept < 1.5 * size, peak < 2 * size) == (True, True), (kept / size, peak / size)
+
+
+def test_numbers_beyond_those_of_machines_are_damage(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.spans"
+    path.write_bytes(
+        (trace / "rank-0.spans").read_bytes()
+        + b"".join(b"batch %d 3 1 0 %d 1\n" % (time, (1 << 53) - 2) for time in range(1200))
+    )
+    with pytest.raises(TraceError, match=r"isn't of a trace: .*too (large|big)"):
+        read(path)
 
 
 def test_a_damaged_line_is_named(trace: Path, tmp_path: Path) -> None:

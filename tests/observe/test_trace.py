@@ -128,7 +128,7 @@ def test_every_span_of_every_rank_is_there(tmp_path: Path, num_ranks: int) -> No
             train(lockstep.init(device="cpu"))
         [found] = read_folder(tmp_path)
         assert {s.name for s in found.spans} == {*ORDER}
-        assert found.buckets == []
+        assert not found.buckets
         return
     lockstep.launch(traced_threads, num_ranks, (tmp_path,), ranks="threads")
     ranks = read_folder(tmp_path)

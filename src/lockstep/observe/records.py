@@ -7,10 +7,14 @@ that is trained on. The rest are dropped: an iteration failed, say, before its b
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from lockstep.observe.columns import Columns
 
 END_OF_EPOCH = -1  # in place of a number of samples
 _ENDS_EVALUATION = ("data", "backward", "average", "optimizer")
@@ -63,9 +67,9 @@ class RankSpans(NamedTuple):
 
     rank: int
     facts: dict[str, Any]
-    spans: list[Span]
-    buckets: list[Bucket]
-    logged: list[dict[str, Any]]
+    spans: Sequence[Span]
+    buckets: Sequence[Bucket]
+    logged: Sequence[dict[str, Any]]
     bucket_facts: dict[int, dict[str, Any]]  # by number: index, parameters, bytes
     step_ends: Sequence[StepEnd] = ()
     batches: Sequence[Batch] = ()
@@ -98,7 +102,8 @@ class LoaderUse(NamedTuple):
 
 def loader_uses(found: RankSpans, steps: Collection[int]) -> list[LoaderUse]:
     """Return the rank's loaders, with what these steps spent on them."""
-    trains = {batch.loader for batch in trained_batches(found)}
+    trained = itertools.compress(found.batches, trained_batches(found))
+    trains = {batch.loader for batch in trained}
     uses = []
     for number, facts in sorted(found.loaders.items()):
         firsts, others = _times_of(found, number, steps)
@@ -133,22 +138,25 @@ def slowest_loader(ranks: Sequence[RankSpans], steps: Collection[int]) -> Loader
     return max(uses, key=lambda use: use.seconds, default=None)
 
 
-def told_apart(found: RankSpans) -> RankSpans:
-    """Return the rank's spans with evaluations among them, and its steps with their samples.
+def tell_apart(found: RankSpans, spans: Columns[Span], ends: Columns[StepEnd]) -> None:
+    """Put evaluations among the rank's ``spans``, and their samples to the ``ends`` of its steps.
 
     Spans of data get the number of their loader as their detail.
     """
     trained = trained_batches(found)
-    spans, samples = _with_loaders(found), Counter[int]()
-    for batch in trained:
+    samples = Counter[int]()
+    for batch in itertools.compress(found.batches, trained):
         samples[batch.step] += batch.num_samples
+    for index, step in enumerate(ends.of("step")):
+        ends.set(index, "num_samples", samples[step])
+    del samples
+    spans.sort("stop")
+    _put_loaders(spans, found.batches)
     evaluations = [*_evaluations(spans, found.batches, trained)]
     evaluations += [span for span in spans if span.name == "evaluation"]
-    others = [span for span in spans if span.name != "evaluation"]
-    return found._replace(
-        spans=[*others, *_joined(evaluations)],
-        step_ends=[end._replace(num_samples=samples[end.step]) for end in found.step_ends],
-    )
+    spans.remove("name", "evaluation")
+    for span in _joined(evaluations):
+        spans.append(span)
 
 
 def _joined(evaluations: Sequence[Span]) -> list[Span]:
@@ -162,62 +170,76 @@ def _joined(evaluations: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def trained_batches(found: RankSpans) -> list[Batch]:
-    """Return the batches from which gradients were computed.
+def trained_batches(found: RankSpans) -> bytearray:
+    """Return, for each batch, whether gradients were computed from it.
 
     Of loaders that other threads iterate over, these are all.
     """
-    backwards = [span.start for span in found.spans if span.name in ("backward", "average")]
-    events: list[tuple[int, Batch | None]] = [(time, None) for time in backwards]
-    events += [(batch.time, batch) for batch in found.batches if not batch.thread]
-    pending: dict[int, Batch] = {}  # by loader
-    trained = [b for b in found.batches if b.thread and b.num_samples != END_OF_EPOCH]
-    for _, batch in sorted(events, key=lambda event: event[0]):
-        if batch is None:
-            trained += pending.values()
-            pending.clear()
+    batches, trained = found.batches, bytearray(len(found.batches))
+    backwards = iter(_starts(found.spans, ("backward", "average")))
+    backward = next(backwards, None)
+    pending: dict[int, int] = {}  # by loader
+    for index, batch in _in_time(batches):
+        if batch.thread:
+            trained[index] = batch.num_samples != END_OF_EPOCH
             continue
+        if backward is not None and backward <= batch.time:
+            for each in pending.values():
+                trained[each] = True
+            pending.clear()
+        while backward is not None and backward <= batch.time:
+            backward = next(backwards, None)
         # Loaded without gradients, a batch is trained on only if a backward is what follows.
-        pending = {of: each for of, each in pending.items() if each.with_gradients}
+        pending = {of: each for of, each in pending.items() if batches[each].with_gradients}
         pending.pop(batch.loader, None)
         if batch.num_samples != END_OF_EPOCH:
-            pending[batch.loader] = batch
+            pending[batch.loader] = index
+    for each in pending.values() if backward is not None else ():
+        trained[each] = True
     return trained
 
 
-def _with_loaders(found: RankSpans) -> list[Span]:
-    """Return the spans, those of data with their loaders."""
-    spans = sorted(found.spans, key=lambda span: span.stop)
-    of_threads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+def _starts(spans: Iterable[Span], names: Sequence[str]) -> array[int]:
+    """Return when the program's thread or another began spans of these names, sorted."""
+    return array("q", sorted(span.start for span in spans if span.name in names))
+
+
+def _in_time(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+    """Yield the batches by their times, and the place of each."""
+    for index in sorted(range(len(batches)), key=[batch.time for batch in batches].__getitem__):
+        yield index, batches[index]
+
+
+def _put_loaders(spans: Columns[Span], batches: Iterable[Batch]) -> None:
+    """Put their loaders to the spans of data, which are sorted by their stops."""
+    of_threads: dict[int, tuple[array[int], array[int]]]
+    of_threads = defaultdict(lambda: (array("q"), array("q")))
     for index, span in enumerate(spans):
         if span.name == "data":
             stops, indices = of_threads[span.thread]
             stops.append(span.stop)
             indices.append(index)
-    for batch in found.batches:
+    for batch in batches:
         stops, indices = of_threads[batch.thread]
         if before := bisect_right(stops, batch.time):
-            index = indices[before - 1]
-            spans[index] = spans[index]._replace(detail=str(batch.loader))
-    return spans
+            spans.set(indices[before - 1], "detail", str(batch.loader))
 
 
 def _evaluations(
-    spans: Sequence[Span], batches: Sequence[Batch], trained: Sequence[Batch]
+    spans: Iterable[Span], batches: Sequence[Batch], trained: Sequence[int]
 ) -> Iterator[Span]:
     """Yield an evaluation for each batch, from its load to what follows."""
-    own = [span for span in spans if not span.thread]
-    marks = sorted(span.start for span in own if span.name in _ENDS_EVALUATION)
-    loads = sorted((span.stop, span.start) for span in own if span.name == "data")
-    loads_stop = [stop for stop, _ in loads]
-    trains, is_trained = {batch.loader for batch in trained}, set(trained)
-    for batch in sorted(b for b in batches if not b.thread):
-        index = bisect_right(loads_stop, batch.time) - 1
-        is_evaluated = batch not in is_trained and (
+    marks = _starts((span for span in spans if not span.thread), _ENDS_EVALUATION)
+    loads = [span for span in spans if span.name == "data" and not span.thread]
+    stops = array("q", (span.stop for span in loads))
+    trains = {batch.loader for batch in itertools.compress(batches, trained)}
+    for index, batch in _in_time(batches):
+        is_evaluated = not trained[index] and (
             not batch.with_gradients or batch.loader not in trains
         )
-        if index >= 0 and is_evaluated:
-            stop, start = loads[index]
+        before = bisect_right(stops, batch.time) - 1
+        if before >= 0 and is_evaluated and not batch.thread:
+            start, stop = loads[before].start, stops[before]
             if batch.num_samples != END_OF_EPOCH:
                 following = bisect_left(marks, stop)
                 stop = marks[following] if following < len(marks) else stop
