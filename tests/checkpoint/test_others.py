@@ -24,8 +24,8 @@ from lockstep.checkpoint.tools import show
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.folders import Folder
 from tests.fuzzing import watched
-from tests.launcher.bench import until
 from tests.ranks import run_ranks
+from tests.waiting import until
 
 
 def victim(tmp_path: Path) -> Path:

@@ -24,6 +24,7 @@ from tests.comm.groups import (
     values,
 )
 from tests.ranks import TIMEOUT_SECONDS
+from tests.waiting import until
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_ours = pytest.mark.parametrize("backend", OURS)
@@ -295,8 +296,7 @@ def test_a_receipt_is_a_work(backend: str) -> None:
         assert not future.done()
         ready.set()
         assert future.wait() == 6
-        while not works[1].is_completed():
-            time.sleep(0.001)
+        assert until(works[1].is_completed)
         assert works[1].is_success()
         assert works[1].exception() is None
         assert tensors[1].tolist() == [1] * 3

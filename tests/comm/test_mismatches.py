@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lockstep.errors import CollectiveMismatch
 from tests.comm.groups import OURS, assert_all_are, run_on
 from tests.counts import num_examples, pairs
+from tests.waiting import until
 
 SIZES = (2, 3)
 over_ours_and_sizes = pytest.mark.parametrize(
@@ -73,8 +74,7 @@ def test_calls_in_flight_meet_no_later_ones(
             if group.rank() == odd:
                 works = [all_reduce(group, numel) for numel in (LARGE, SMALL, HUGE, SMALL)]
                 if is_late:  # until the queue's own thread has met the mismatch
-                    while not works[0].is_completed():
-                        time.sleep(0.001)
+                    assert until(works[0].is_completed)
                     works += [all_reduce(group), all_reduce(group)]
                 with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
                     works[0 if waits_for == "first" else -1].wait()
@@ -125,8 +125,7 @@ def test_a_mismatch_that_no_caller_was_told_of_fails_the_next_call(backend: str,
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             work = all_reduce(group)
-            while not work.is_completed():
-                time.sleep(0.001)
+            assert until(work.is_completed)
             del work
         with pytest.raises(CollectiveMismatch, match=r"called barrier\(\)"):
             dist.barrier(group=group)
@@ -140,8 +139,7 @@ def test_a_mismatch_that_is_read_from_the_work_is_told(backend: str, size: int) 
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             work = all_reduce(group)
-            while not work.is_completed():
-                time.sleep(0.001)
+            assert until(work.is_completed)
             assert not work.is_success()
             assert isinstance(work.exception(), CollectiveMismatch)
         else:

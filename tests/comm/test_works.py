@@ -15,6 +15,7 @@ from lockstep.comm.collectives import Reduction
 from lockstep.comm.work import GroupWork
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import BACKENDS, OURS, all_gather_single, assert_all_are, run_on
+from tests.waiting import until
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_ours = pytest.mark.parametrize("backend", OURS)
@@ -49,8 +50,7 @@ def test_a_work_tells_when_it_is_completed(backend: str, numel: int) -> None:
         if group.rank() == 0:
             assert not work.is_completed()
             goes.set()
-        while not work.is_completed():
-            time.sleep(0.0005)
+        assert until(work.is_completed)
         assert work.is_success()
         assert_all_are(group.size(), tensor)
         assert work.wait()
@@ -73,9 +73,7 @@ def test_a_future_is_of_the_results(backend: str, numel: int) -> None:
             assert work.get_future().done()
             # Of one that has long been waited for, too.
             assert torch.equal(work.get_future().wait()[0], tensor)
-        deadline = time.monotonic() + 10
-        while len(seen) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert until(lambda: len(seen) >= 3)
         assert seen == [group.size() / 2] * 3
 
     run_on(backend, 2, body)
@@ -194,8 +192,7 @@ def test_a_work_tells_what_went_wrong(backend: str, ask: str) -> None:
         tensor = torch.ones(3 + group.rank())
         work = dist.all_reduce(tensor, group=group, async_op=True)
         if ask == "is_completed":
-            while not work.is_completed():
-                time.sleep(0.001)
+            assert until(work.is_completed)
             assert not work.is_success()
             assert isinstance(work.exception(), CollectiveMismatch)
         if ask == "get_future":
@@ -344,8 +341,7 @@ def test_a_wait_ends_at_its_time_out_while_another_thread_waits(backend: str, ca
         work = group.allreduce(tensors) if call == "a sum" else group.recv(tensors, 1, 0)
         work.get_future()
         try:
-            while not work._deadline.left():
-                time.sleep(0.001)
+            assert until(lambda: work._deadline.left())
             error = "Rank 1 did not come" if call == "a sum" else "Nothing came to rank 0"
             with pytest.raises(CollectiveTimeout, match=f"{error} .*within .*0.1 s"):
                 work.wait(timedelta(seconds=0.1))
@@ -469,9 +465,6 @@ def test_a_limit_on_threads_leaves_no_future_undone(
         for _ in range(2):  # the queue's own thread carries out both
             work = dist.all_reduce(torch.ones(SMALL), group=group, async_op=True)
             future = work.get_future().then(lambda done: done.value())
-            deadline = time.monotonic() + 10
-            while not future.done() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert future.done()
+            assert until(future.done)
 
     run_on(backend, 2, body)

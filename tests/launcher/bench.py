@@ -11,24 +11,15 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.waiting import until
+
 MARK = "LOCKSTEP_TEST"
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
-    """Whether ``condition`` became true within ``seconds``: many, as machines may stand still."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.launcher import agreement as module
 from lockstep.launcher.agreement import Agreement, decoded
 from lockstep.launcher.failures import Outcome
-from tests.launcher.bench import until
+from tests.waiting import until
 
 Join = Callable[..., Agreement]
 

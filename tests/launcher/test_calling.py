@@ -16,7 +16,8 @@ import torch.distributed as dist
 from lockstep.errors import BadLaunch, LaunchError, RankFailed
 from lockstep.launcher import launch
 from lockstep.world import World
-from tests.launcher.bench import Bench, until
+from tests.launcher.bench import Bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

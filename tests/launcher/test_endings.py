@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from lockstep.launcher import processes
-from tests.launcher.bench import Bench, until, up_to_thrice
+from tests.launcher.bench import Bench, up_to_thrice
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

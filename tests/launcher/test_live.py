@@ -18,7 +18,8 @@ from rich.text import Text
 from lockstep.launcher import live
 from lockstep.launcher.live import Live, Moment, picture, summary_line
 from lockstep.status import RankState, RunStatus, in_time
-from tests.launcher.bench import Bench, until
+from tests.launcher.bench import Bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher.writer import MOST_WAITING_BYTES, StreamWriter
-from tests.launcher.bench import Bench, free_port, until
+from tests.launcher.bench import Bench, free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

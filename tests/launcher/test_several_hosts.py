@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.launcher.bench import Bench, free_port, lines_of, until
+from tests.launcher.bench import Bench, free_port, lines_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

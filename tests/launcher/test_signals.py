@@ -15,7 +15,8 @@ from lockstep.errors import BadLaunch
 from lockstep.launcher import launch
 from lockstep.launcher.job import GRACE_SECONDS, check_grace
 from lockstep.launcher.processes import TELL, Escalation, after_signal
-from tests.launcher.bench import Bench, until
+from tests.launcher.bench import Bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

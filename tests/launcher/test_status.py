@@ -14,7 +14,8 @@ import torch
 
 from lockstep.observe.attach import Frame, Observed, _main_stack, verdict
 from lockstep.status import STACKS_SIGNAL, RankState, RunStatus, running
-from tests.launcher.bench import Bench, until
+from tests.launcher.bench import Bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.forks
 

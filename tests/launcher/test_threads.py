@@ -20,6 +20,7 @@ import lockstep
 from lockstep.errors import BadLaunch, ContradictoryInit, LaunchError, PeerLost, RankFailed
 from lockstep.launcher import launch, threads
 from lockstep.world import Starter, World
+from tests.waiting import until
 
 
 def test_each_rank_has_its_own_world_and_group() -> None:
@@ -254,10 +255,7 @@ def test_thread_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(train, ranks="threads")
     assert caught.value.rank == 0
     end.set()
-    deadline = time.monotonic() + 60
-    while dist.distributed_c10d._world is not world_before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert dist.distributed_c10d._world is world_before
+    assert until(lambda: dist.distributed_c10d._world is world_before)
 
 
 def test_interrupt_ends_the_ranks_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from lockstep.launcher import launch
 from lockstep.memory_files import files_in_memory, memory_file, name_of
 from lockstep.status import RunStatus
 from lockstep.world import Placement, Starter, rendezvous
-from tests.launcher.bench import Bench, until
+from tests.launcher.bench import Bench
+from tests.waiting import until
 
 # The number of the system call.
 NUMBER = {"x86_64": 319, "aarch64": 279}.get(platform.machine())

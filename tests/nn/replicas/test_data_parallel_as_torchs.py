@@ -371,5 +371,6 @@ class TestSubclasses:
 
     @BOTH
     def test_a_module_elsewhere_is_refused(self, call) -> None:
-        with pytest.raises(RuntimeError, match=r"module.to\('cpu'\)"):
+        expected = r"is on meta. Move the module there: module.to\('cpu'\)"
+        with pytest.raises(RuntimeError, match=expected):
             call(nn.Linear(3, 2, device="meta"), (torch.ones(4, 3),), {})

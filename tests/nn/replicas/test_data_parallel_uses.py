@@ -206,13 +206,6 @@ class TestFailures:
         assert first == "(raised in replica 0 on cpu)"
         assert "3 rows" in second
 
-    def test_a_module_elsewhere_is_refused(self) -> None:
-        model = DataParallel(nn.Linear(2, 2, device="meta"), TWO)
-        with pytest.raises(
-            RuntimeError, match=r"is on meta. Move the module there: module.to\('cpu'\)"
-        ):
-            model(torch.ones(2, 2))
-
     def test_a_lazy_module_is_refused(self) -> None:
         with pytest.raises(ValueError, match="no shape yet"):
             DataParallel(nn.LazyLinear(2), TWO)(torch.ones(2, 2))
