@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -258,10 +259,16 @@ def test_thread_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert until(lambda: dist.distributed_c10d._world is world_before)
 
 
-def test_interrupt_ends_the_ranks_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_itself", [False, True])
+def test_interrupt_ends_the_ranks_waits(
+    takes_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the system gives the signal to a rank's thread, not to the one that waits."""
+    interrupt = signal.raise_signal if takes_itself else partial(os.kill, os.getpid())
+
     def train(world: World) -> None:
         if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+            interrupt(signal.SIGINT)  # as Ctrl-C does
         dist.barrier() if world.rank == 0 else dist.new_group([0, 1], backend="threads")
 
     monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import RankThreads, a_rank_of, end_this_rank
-from lockstep.deadline import Deadline
+from lockstep.deadline import LOOK_SECONDS, Deadline
 from lockstep.launcher.failures import Failure, failure_by, failure_outcome
 from lockstep.world import Placement, Starter, as_rank, init
 
@@ -108,13 +109,15 @@ def one_start_at_a_time() -> Iterator[None]:
 def _wait_for_endings(ended: queue.SimpleQueue[Failure | None], num_ranks: int) -> list[Failure]:
     """Wait until every rank has ended or, once one has failed, for a while."""
     failures: list[Failure] = []
-    deadline: Deadline | None = None
-    with suppress(queue.Empty):
-        for _ in range(num_ranks):
-            failure = ended.get(timeout=None if deadline is None else deadline.left())
+    num_running, deadline = num_ranks, Deadline(math.inf)
+    while num_running and (left := deadline.left()):
+        with suppress(queue.Empty):
+            # In parts, as a signal just before a wait, or to another thread, doesn't end it.
+            failure = ended.get(timeout=min(left, LOOK_SECONDS))
+            num_running -= 1
             if failure is not None:
                 failures.append(failure)
-                deadline = deadline or Deadline(_PATIENCE_SECONDS)
+                deadline = deadline if failures[1:] else Deadline(_PATIENCE_SECONDS)
     return failures
 
 
