@@ -13,8 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.check.switches import Switches
-from lockstep.nn import SyncBatchNorm
-from lockstep.torch_private import _NormBase
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -74,18 +72,6 @@ class Models:
         """Whether there is a DistributedDataParallel."""
         wrapper = nn.parallel.DistributedDataParallel
         return any(isinstance(module, wrapper) for module in list(self._made.values()))
-
-    def batch_norms(self) -> list[str]:
-        """Modules that normalise by the statistics of this rank's samples alone."""
-        return [
-            f"{root}.{name}" if name else root
-            for root, module in self.modules()
-            for name, part in module.named_modules()
-            if isinstance(part, _NormBase)
-            and part.training
-            and not isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
-            and "Batch" in type(part).__name__
-        ]
 
 
 def _is_wrapper(module: nn.Module) -> bool:

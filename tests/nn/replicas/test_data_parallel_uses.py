@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +18,7 @@ from torch import nn
 from lockstep.nn.replicas import DataParallel, data_parallel
 from tests.nn.replicas.test_data_parallel import THREE, TWO, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
+from tests.waiting import until
 
 
 class TestNestings:
@@ -190,6 +193,28 @@ class TestState:
         for thread in more:
             thread.join(20)
             assert not thread.is_alive()
+
+    def test_a_forked_process_has_threads_of_its_own(self) -> None:
+        model = DataParallel(net(), TWO)
+        expected = model(batch())
+        if not (pid := os.fork()):
+            code = 1
+            try:
+                with torch.no_grad():
+                    code = 0 if torch.equal(model(batch()), expected) else 2
+            finally:
+                os._exit(code)
+        ended: list[int] = []
+
+        def has_ended() -> bool:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            ended.extend([os.waitstatus_to_exitcode(status)] if found else [])
+            return bool(ended)
+
+        if not until(has_ended, 20):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        assert ended == [0]
 
 
 class TestFailures:
