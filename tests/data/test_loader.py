@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -32,20 +31,10 @@ from torch.utils.data import (
 import lockstep
 from lockstep.data.pace import Pace
 from lockstep.errors import SplitError
+from tests.data.numbers import Numbers
 from tests.ranks import run_ranks
 
 Epoch = list[list[int]]  # the samples of each global batch
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Augmented(Numbers):

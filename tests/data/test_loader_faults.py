@@ -13,22 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 import lockstep
 from lockstep.errors import SplitError
+from tests.data.numbers import Numbers
 from tests.ranks import run_ranks
-
-
-class Numbers(Dataset[Any]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return index
 
 
 class SlowBegin(Numbers):

@@ -13,25 +13,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 import lockstep
 from lockstep.data import loader as loader_module
 from lockstep.data import order as order_module
 from lockstep.data.order import Order
 from lockstep.errors import SplitError
+from tests.data.numbers import Numbers
 from tests.ranks import run_ranks
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ None couples the samples of a batch, as BatchNorm would: then the mean over part
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 
 import torch
@@ -188,3 +189,11 @@ class Empty(Strided):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.none.sum()
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    """What is loaded from a file to which torch has saved ``model``."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -15,15 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from tests.nn.models import saved_and_loaded
 from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
-
-
-def save_and_load(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def train(model: nn.Module, rank: int, num_steps: int = 2) -> None:
@@ -35,7 +28,7 @@ def train(model: nn.Module, rank: int, num_steps: int = 2) -> None:
         optimizer.step()
 
 
-COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
+COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded]
 
 
 @pytest.mark.parametrize("copied", COPIES)

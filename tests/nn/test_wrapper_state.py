@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import ModelError
+from tests.nn.models import saved_and_loaded
 from tests.nn.test_parallelize import Net, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same
@@ -200,13 +201,6 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
-
-
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES["torch.save"] = saved_and_loaded
