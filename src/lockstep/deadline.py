@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # The longest wait before a deadline is looked at again.
 LOOK_SECONDS = 0.5
@@ -29,6 +30,19 @@ class Deadline:
     def passed(self) -> float:
         """Return the seconds since the deadline; 0 before it."""
         return max(0.0, time.monotonic() - self._end)
+
+    def until(self, condition: Callable[[], object], pause: float) -> bool:
+        """Wait until ``condition()`` holds; return whether it did before the deadline.
+
+        It is called at ever longer intervals, of ``pause`` seconds at most.
+        """
+        interval = pause / 64
+        while not condition():
+            if not self.left():
+                return False
+            time.sleep(interval)
+            interval = min(2 * interval, pause)
+        return True
 
     def bring_forward(self, earlier: Deadline) -> None:
         """Be over when ``earlier`` is, if that is sooner."""

@@ -10,9 +10,9 @@ import hashlib
 import io
 import os
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,9 +208,7 @@ class Exchange:
         )
 
     def _wait(self, rank: int, name: str) -> Any:
-        deadline = Deadline(self._patience)
-        while not self._ranks[rank].has(name):
-            if not deadline.left():
-                raise LockstepError(f"Rank {rank} takes another way through the program.")
-            time.sleep(_POLL_SECONDS)
-        return self._ranks[rank].load(name)
+        records = self._ranks[rank]
+        if not Deadline(self._patience).until(partial(records.has, name), _POLL_SECONDS):
+            raise LockstepError(f"Rank {rank} takes another way through the program.")
+        return records.load(name)

@@ -11,7 +11,6 @@ Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -258,10 +257,8 @@ class Network:
 
     def _told_fault(self, seconds: float) -> Fault | None:
         def told(store: dist.Store) -> Fault | None:
-            deadline = Deadline(seconds)
-            while deadline.left() and not store.check([_FAULT]):
-                time.sleep(_POLL_SECONDS)
-            return Fault.decode(bytes(store.get(_FAULT))) if store.check([_FAULT]) else None
+            is_told = Deadline(seconds).until(partial(store.check, [_FAULT]), _POLL_SECONDS)
+            return Fault.decode(bytes(store.get(_FAULT))) if is_told else None
 
         return self._ask(told)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,11 +89,12 @@ def telling_how_workers_end(batches: Any) -> Iterator[Any]:
 
 def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
     """Yield sentences about workers that have ended, or are ending."""
-    deadline = Deadline(_ENDING_SECONDS)
-    while workers and all(worker.exitcode is None for worker in workers):
-        if not deadline.left():
-            return
-        time.sleep(_ENDING_SECONDS / 100)
+
+    def has_any_ended() -> bool:
+        return any(worker.exitcode is not None for worker in workers)
+
+    if workers and not Deadline(_ENDING_SECONDS).until(has_any_ended, _ENDING_SECONDS / 100):
+        return
     numbers = set()
     for index, worker in enumerate(workers):
         code = worker.exitcode or 0

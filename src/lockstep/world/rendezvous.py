@@ -176,10 +176,7 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
     def call() -> list[str | None]:
         store.set(keys[place.rank], note)
         for key in keys:
-            pause = _RETRY_SECONDS / 64
-            while not store.check([key]) and deadline.left():
-                time.sleep(pause)
-                pause = min(2 * pause, _RETRY_SECONDS)
+            deadline.until(partial(store.check, [key]), _RETRY_SECONDS)
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     notes = ask(place, call, timeout)
