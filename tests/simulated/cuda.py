@@ -92,7 +92,7 @@ def counted_host_waits() -> Iterator[Counter[str]]:
     waits: Counter[str] = Counter()
 
     def note(what: str) -> None:
-        frames, frame = [], sys._getframe(1)
+        frames, frame = [], sys._getframe().f_back  # None in a thread of autograd's
         while frame is not None:
             code = frame.f_code
             frames.append((code.co_filename, f"{frame.f_lineno} {code.co_name} ({what})"))

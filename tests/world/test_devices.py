@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import BackendUnavailable
-from lockstep.world import Placement, Starter
-from lockstep.world.devices import backend_of, choose_backend, one_kind, usable_device
+from lockstep.world import Placement, Starter, devices
+from lockstep.world.devices import (
+    backend_of,
+    choose_backend,
+    device_of_sums,
+    one_kind,
+    usable_device,
+)
 
 
 @pytest.fixture
@@ -99,6 +105,18 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "hpu", "hccl")
     monkeypatch.setitem(dist.Backend.backend_capability, "hccl", ["hpu"])
     assert backend_of("hpu") == "hccl"
+
+
+def test_sums_are_on_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(*_: object, device: str, **__: object) -> torch.Tensor:
+        if device == "mps":
+            raise TypeError("the MPS framework doesn't support float64")
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    found = {kind: device_of_sums(torch.device(kind)).type for kind in ("mps", "xpu", "cuda")}
+    devices._has_float64.cache_clear()
+    assert found == {"mps": "cpu", "xpu": "xpu", "cuda": "cuda"}
 
 
 def test_ranks_take_one_kind_of_device() -> None:

@@ -24,6 +24,7 @@ from .any_group import start_reduce_scatter as start_reduce_scatter
 from .any_group import sum_at as sum_at
 from .any_group import sum_rows as sum_rows
 from .any_group import waited_seconds as waited_seconds
+from .any_group import without_wait as without_wait
 from .any_group import zero_buffer as zero_buffer
 from .arguments import flattened as flattened
 from .arguments import without_repeats as without_repeats

@@ -167,6 +167,17 @@ def device_of_facts(group: ProcessGroup) -> torch.device:
     return device
 
 
+def without_wait(values: Tensor, device: torch.device) -> Tensor:
+    """Return ``values``, of the CPU, on ``device``, for which the host doesn't wait.
+
+    It waits for a GPU in copies from memory that isn't pinned.
+    """
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):  # not every kind of accelerator pins memory
+            values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def any_rank(group: ProcessGroup, facts: Sequence[bool]) -> list[bool]:
     """Return which of ``facts`` hold on any rank. All ranks must call it; it blocks."""
     counts = torch.tensor(facts, dtype=torch.int32, device=device_of_facts(group))

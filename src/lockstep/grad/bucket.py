@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import spans
-from lockstep.comm import Pending, can_average, start_all_reduce, zero_buffer
+from lockstep.comm import Pending, can_average, start_all_reduce, without_wait, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
 from lockstep.grad.diagnostics import naming, raise_named
@@ -462,16 +462,13 @@ class Bucket:
         The sum of each of the ``fractions``, WATCHED and TOLD, over the ranks is less than 1/2.
         """
         used, failures = self.tail[:-_NUM_FAILURE_FACTS], self.tail[-_NUM_FAILURE_FACTS:]
-        failures.zero_()
-        if any(fractions):
-            failures.copy_(torch.tensor(fractions))
         if failed_rank is not None:
-            used.zero_()
-            failures.copy_(torch.tensor([1, failed_rank]))
-        elif all(accumulated):
-            used.fill_(1)
-        else:
-            used.copy_(torch.tensor(list(accumulated), dtype=used.dtype))
+            fractions, accumulated = [1, failed_rank], bytearray(len(accumulated))
+        for facts, numbers in (used, accumulated), (failures, fractions):
+            if len({*numbers}) < 2:  # as in most steps
+                facts.fill_(next(iter(numbers), 0))
+            else:
+                facts.copy_(without_wait(torch.tensor([*numbers]), facts.device))
 
     def used_by_any(self) -> Sequence[float]:
         """Return for each position a number above 0 if any rank had a gradient; waits for a GPU."""

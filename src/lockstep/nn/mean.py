@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module, check_not_divided, refusal
-from lockstep.comm import mean_divisor, start_all_reduce, sum_in_step, uncompiled
+from lockstep.comm import (
+    device_of_facts,
+    mean_divisor,
+    start_all_reduce,
+    sum_in_step,
+    uncompiled,
+    without_wait,
+)
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
 from lockstep.nn.autograd import is_backward_of_replicas, reached, refuse_transforms
@@ -26,7 +33,7 @@ from lockstep.nn.replicas.group import (
 )
 from lockstep.nn.verify import check_same_model
 from lockstep.spans import span
-from lockstep.world import group_or_all
+from lockstep.world import device_of_sums, group_or_all
 
 _CAP_BYTES = 25 * MIB
 # A loss times less than this may be divided by the number of micro-batches; half a square isn't.
@@ -104,7 +111,7 @@ def mean(
             "weight=len(batch), the number of samples that it is the mean of."
         )
     counts = _counts(values, weight)
-    total = (values.detach().double() * counts).sum()
+    total = (values.detach().to(counts.device).double() * counts).sum()
     # A rank without samples in earlier micro-batches learns from the others that there were some.
     rank, has_begun = begun_batch()
     facts = torch.stack([total, counts.sum(), torch.full_like(total, has_begun)])
@@ -156,14 +163,15 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
 
 
 def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-    """The weight of each of ``values``, in float64."""
+    """The weight of each of ``values``, in float64, on the device of their sum."""
+    device = device_of_sums(values.device)
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise ValueError(
             "mean() doesn't differentiate its weights, and these require a gradient. Give "
             "weight.detach(), or multiply the losses yourself."
         )
     if weight is None:
-        return torch.ones((), dtype=torch.float64, device=values.device).expand(values.shape)
+        return torch.ones((), dtype=torch.float64, device=device).expand(values.shape)
     try:
         counts = weight
         if not isinstance(counts, torch.Tensor):
@@ -176,7 +184,9 @@ def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.
         kind = ValueError if isinstance(weight, torch.Tensor) else TypeError
         raise kind(refusal("weight", weight, wanted)) from error
     # Apart from that: what a device reports here may be an error of an earlier kernel.
-    return counts.to(values.device, torch.float64).expand(values.shape)
+    if counts.device.type == "cpu":
+        return without_wait(counts.double(), device).expand(values.shape)
+    return counts.to(device).double().expand(values.shape)
 
 
 @uncompiled
@@ -200,7 +210,7 @@ class _Mean(torch.autograd.Function):
         ctx.dtype = values.dtype
         total, count, *_ = facts
         value: torch.Tensor = total / count
-        return value.to(values.dtype)
+        return value.to(values.dtype).to(values.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -220,8 +230,9 @@ class _Mean(torch.autograd.Function):
             note_factor(ctx.rank, factor)
         divisor = divisor.to(count.device)  # another replica may have made it, on its own device
         # The reduction divides gradients by the number of means, so this multiplies by it.
-        slope = gradient.double() * num_means / torch.where(divisor != 0, divisor, 1)
-        return (slope * ctx.counts).to(ctx.dtype), *[None] * 6
+        slope = gradient.to(count.device).double() * num_means
+        slope = slope / torch.where(divisor != 0, divisor, 1)
+        return (slope * ctx.counts).to(ctx.dtype).to(gradient.device), *[None] * 6
 
 
 @uncompiled
@@ -280,7 +291,7 @@ def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) 
     if own == 0:
         # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
         module.zero_grad(set_to_none=True)
-    weights = torch.tensor([own], dtype=torch.float64, device=named[0][1].device)
+    weights = torch.tensor([own], dtype=torch.float64, device=device_of_facts(group))
     start_all_reduce(group, weights).wait()
     total = weights.item()
     _check_total(total)

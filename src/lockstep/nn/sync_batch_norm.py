@@ -27,6 +27,7 @@ from lockstep.errors import ModelError
 from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.torch_private import _BatchNorm
+from lockstep.world import device_of_sums
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class SyncBatchNorm(_BatchNorm):
         TypeError: If an argument, which it names, is of a wrong type.
         ValueError: If ``num_features`` or ``eps`` is negative, ``eps`` or ``momentum`` not finite.
             In forward, if the input has fewer than two dimensions or another number of
-            channels, or if all ranks together have one value per channel in training.
+            channels, or if all ranks together have one value per channel in training; on a GPU,
+            where a check would have to wait, outputs are NaN then.
     """
 
     def __init__(
@@ -299,11 +301,14 @@ def _batch_norm(
     mean, square, count = statistics
     with torch.no_grad():
         if running_mean is not None and running_var is not None:
-            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-            running_var.mul_(1 - momentum).add_(square / (count - 1), alpha=momentum)
+            for running, new in (running_mean, mean), (running_var, square / (count - 1)):
+                before = running.clone() if _may_lack_values(input) else None
+                running.mul_(1 - momentum).add_(_there(new, running), alpha=momentum)
+                if before is not None:
+                    running.copy_(torch.where(_there(count, running).isnan(), before, running))
         # Half precision is normalised in float32, other inputs in their own dtype.
         wide = torch.promote_types(input.dtype, torch.float32)
-        mean, variance = mean.to(wide), (square / count).to(wide)
+        mean, variance = (each.to(wide).to(input.device) for each in (mean, square / count))
     output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, mean, variance, count, eps, group
     )
@@ -354,9 +359,9 @@ class _Normalize(torch.autograd.Function):
         if needs[0]:
             # The part through which the loss of all ranks depends on the statistics.
             backward_sync_of(ctx.group).begin_before_collective()
-            sums = torch.stack([d_bias, d_weight]).double()
+            sums = torch.stack([d_bias, d_weight]).to(count.device).double()
             sum_in_step(ctx.group, sums)
-            to_bias, to_weight = sums / count
+            to_bias, to_weight = _there(sums / count, mean)
             inverse = (variance + ctx.eps).rsqrt()
             factor = inverse if weight is None else inverse * weight
             slope = factor * inverse * to_weight
@@ -387,7 +392,10 @@ class _Total(torch.autograd.Function):
         total = torch.cat([own, torch.stack([name, torch.ones_like(name)])])
         sum_in_step(group, total)
         names, count = total[-2:]
-        if not torch.isclose(names, name * count, rtol=1e-9):
+        are_same = torch.isclose(names, name * count, rtol=1e-9)
+        if total.device.type != "cpu":
+            total = torch.where(are_same, total, torch.nan)
+        elif not are_same:
             raise ModelError(
                 "The ranks differentiate gradients of SyncBatchNorms in different orders, as a "
                 "rank without samples may do. Give each rank samples, or put the model in eval()."
@@ -411,7 +419,8 @@ def _differentiable_backward(ctx: Any, d_output: torch.Tensor) -> tuple[Any, ...
     input, weight, mean, variance, count = ctx.saved_tensors
     needs, dims = ctx.needs_input_grad, [dim for dim in range(input.dim()) if dim != 1]
     per_channel = [1, -1, *[1] * (input.dim() - 2)]
-    wide, d_wide, mean, variance = (each.double() for each in (input, d_output, mean, variance))
+    there, own = count.device, (input, d_output, mean, variance)
+    wide, d_wide, mean, variance = (each.to(there).double() for each in own)
     # All ranks have the same statistics, and other layers have others.
     names = (mean.sum() + number * variance.sum() for number in range(1, 5))
 
@@ -428,13 +437,28 @@ def _differentiable_backward(ctx: Any, d_output: torch.Tensor) -> tuple[Any, ...
     normal = (wide - center) * inverse
     d_input = None
     if needs[0]:
-        factor = inverse if weight is None else inverse * weight.double().view(per_channel)
+        factor = (
+            inverse if weight is None else inverse * weight.to(there).double().view(per_channel)
+        )
         slope = mean_over_ranks(d_wide * normal)
         d_input = factor * (d_wide - mean_over_ranks(d_wide) - normal * slope)
-        d_input = d_input.to(input.dtype)
-    d_weight = (d_wide * normal).sum(dims).to(ctx.dtype) if needs[1] else None
-    d_bias = d_wide.sum(dims).to(ctx.dtype) if needs[2] else None
+        d_input = d_input.to(input.dtype).to(input.device)
+    d_weight = (d_wide * normal).sum(dims).to(ctx.dtype).to(input.device) if needs[1] else None
+    d_bias = d_wide.sum(dims).to(ctx.dtype).to(input.device) if needs[2] else None
     return d_input, d_weight, d_bias, *[None] * 5
+
+
+def _there(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``values``, on the device of ``like``; as ``like`` if they come from another one."""
+    return values if values.device == like.device else values.to(like.dtype).to(like.device)
+
+
+def _may_lack_values(input: torch.Tensor) -> bool:
+    """Whether all ranks together may have fewer than two values per channel, and nobody looks.
+
+    A rank with two need not look, and on a GPU a look would wait for it.
+    """
+    return input.device.type != "cpu" and input.numel() < 2 * input.shape[1]
 
 
 def _statistics(
@@ -442,25 +466,28 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return mean, sum of squared deviations and count per channel, over all ranks.
 
-    None if no rank has any values. They are computed in float64 and summed in rank order, so that
-    all ranks get the same bits.
+    None if no rank has any values; NaN on a GPU, and if it may lack them. They are computed in
+    float64 and summed in rank order, so that all ranks get the same bits.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", 1979.
     """
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    device = device_of_sums(input.device)
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
     if count:
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, dims, correction=0)
-        torch.cat([mean.double(), variance.double() * count, own.new_tensor([count])], out=own)
+        mean, variance = (each.to(device).double() for each in (mean, variance))
+        torch.cat([mean, variance * count, own.new_full((1,), count)], out=own)
     everyone = torch.stack(gather_in_step(group, own))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
-    # A rank with two values needs no look at the total, which would wait for a GPU.
-    if count < 2 and total < 2:
+    if _may_lack_values(input):
+        total = torch.where(total > 1, total, torch.nan)
+    elif count < 2 and total < 2:
         if not total:
             return None
         raise ValueError(

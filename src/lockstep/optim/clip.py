@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
-from lockstep.comm import device_of_facts, join_state_of, start_all_reduce, uncompiled
+from lockstep.comm import join_state_of, start_all_reduce, uncompiled
 from lockstep.grad import PendingBucket, bucket_of
 from lockstep.nn import finish_failed
+from lockstep.world import device_of_sums
 
-# The number of elements whose norm is taken at once: after their sum they are in a core's cache.
+# The number of elements whose norm a CPU takes at once: after their sum they are in its cache.
 _NUMEL = 64 * 1024
 
 
@@ -78,7 +79,8 @@ def clip_grad_norm_(
     clipped = [bucket for bucket in buckets if bucket.are_all_pending()]
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:
-        norms.append(torch.nn.utils.get_total_norm(gradients, power, foreach=foreach).double())
+        norm = torch.nn.utils.get_total_norm(gradients, power, foreach=foreach)
+        norms.append(norm.to(_dtype_of_sums(norm.device)))
     dtypes = [gradient.dtype for gradient in gradients]
     dtypes += [bucket.parameters[0].dtype for bucket in clipped]
     dtype = functools.reduce(torch.promote_types, dtypes or [torch.float]).to_real()
@@ -101,18 +103,28 @@ def _norm(bucket: PendingBucket, power: float, *, is_whole: bool) -> Tensor | No
     """Return the norm of all gradients of ``bucket``, of which each rank sums a part.
 
     It is None on every rank if, on any rank, ``is_whole`` is false or a gradient is summed already.
+    On a GPU, where to learn of other ranks would wait for it, gradients are scattered: there every
+    rank reads one or none does.
     """
     group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
-    own = torch.zeros(2, dtype=torch.float64, device=device_of_facts(group))
-    own[1] = not is_summed
-    first, last = bucket.own_range()
-    for start in range(first, last if is_summed else first, _NUMEL):
-        part = bucket.new_sum(start, min(start + _NUMEL, last))
-        norm = torch.linalg.vector_norm(part, power).double()
+    device = bucket.gradients.device
+    tells = device.type == "cpu"
+    if not (is_summed or tells):
+        return None
+    own = torch.zeros(2, dtype=_dtype_of_sums(device), device=device)
+    own[1].fill_(not is_summed)
+    first, last = bucket.own_range() if is_summed else (0, 0)
+    numel = _NUMEL if tells else max(1, last - first)
+    for start in range(first, last, numel):
+        part = bucket.new_sum(start, min(start + numel, last))
+        norm = torch.linalg.vector_norm(part, power).to(own.dtype)
         own[0] = torch.maximum(own[0], norm) if power == math.inf else own[0] + norm**power
     op = dist.ReduceOp.MAX if power == math.inf else dist.ReduceOp.SUM
     start_all_reduce(group, own, op).wait()
-    if own[1]:
+    if tells and own[1]:
         return None
-    norm = own[0] if power == math.inf else own[0] ** (1 / power)
-    return norm.to(bucket.parameters[0].device)
+    return own[0] if power == math.inf else own[0] ** (1 / power)
+
+
+def _dtype_of_sums(device: torch.device) -> torch.dtype:
+    return torch.float64 if device_of_sums(device) == device else torch.float32

@@ -6,6 +6,7 @@ registers itself with torch, as NPUs do (PrivateUse1).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -41,6 +42,23 @@ def backend_of(kind: str) -> str | None:
     except ValueError:
         return None
     return name if kind in dist.Backend.backend_capability.get(name, []) else None
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
+    """Whether devices of this ``kind`` compute in float64: not MPS, nor some of XPU."""
+    if kind in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        (torch.ones(1, dtype=torch.float64, device=kind) + 1).item()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def device_of_sums(device: torch.device) -> torch.device:
+    """The device for sums in float64 of what is on ``device``: the CPU if that has no float64."""
+    return device if _has_float64(device.type) else _CPU
 
 
 def choose_backend(device: torch.device) -> str:

@@ -211,7 +211,9 @@ class Backend final : public c10d::Backend {
     if (passes({input})) return on_host_->_allgather_base(output, input, options);
     return launch(
         c10d::OpType::_ALLGATHER_BASE, options.asyncOp, {output, input}, {output},
-        [options, out = on_cpu(output), in = on_cpu(input)](c10d::Backend& gloo) mutable {
+        // NCCL looks at no shapes, and Gloo does.
+        [options, out = on_cpu(output).view(-1), in = on_cpu(input).view(-1)](
+            c10d::Backend& gloo) mutable {
           gloo._allgather_base(out, in, options)->wait();
         });
   }

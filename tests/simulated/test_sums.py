@@ -1,0 +1,105 @@
+"""Sums over the ranks on devices: those without float64, and where a check would have to wait."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lockstep
+from lockstep.world import devices
+
+pytestmark = pytest.mark.forks
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses float64 on devices, as MPS does."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.is_cuda and each.dtype == torch.float64:
+                raise TypeError(f"{function} makes float64 on {each.device}")
+        return result
+
+
+def train(
+    world: lockstep.World, lacks_float64: bool, differentiates: bool
+) -> tuple[list[torch.Tensor], float]:
+    """The parameters and buffers of a model that is trained, and the last norm of gradients."""
+    if lacks_float64:
+        devices._has_float64 = lambda kind: kind == "cpu"  # type: ignore[assignment]
+    torch.manual_seed(2)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model).to(world.device)
+    model = lockstep.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = lockstep.shard_optimizer(optimizer, overlap=True)
+    torch.manual_seed(world.rank)
+    x = torch.randn(4 + world.rank, 8, device=world.device, requires_grad=differentiates)
+    with NoFloat64() if lacks_float64 else torch.enable_grad():
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = lockstep.mean(model(x).square().sum(1), weight=torch.arange(len(x)))
+            if differentiates:
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + lockstep.mean(slope.square().sum(1))
+            loss.backward()
+            norm = lockstep.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return [each.detach().cpu() for each in model.state_dict().values()], norm.item()
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_a_device_without_float64_sums_on_the_cpu(differentiates: bool) -> None:
+    mine = lockstep.launch(train, 2, (True, differentiates))
+    others = lockstep.launch(train, 2, (False, differentiates))
+    for (own, norm), (expected, other) in zip(mine, others, strict=True):
+        torch.testing.assert_close(own, expected)
+        assert norm == pytest.approx(other, rel=1e-5)
+
+
+def norms(world: lockstep.World, power: float) -> tuple[float, float]:
+    """The norm of gradients that are scattered, and that of all."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 400), nn.Linear(400, 400)).to(world.device)
+    plain = lockstep.parallelize(copy.deepcopy(model))
+    model = lockstep.parallelize(model)
+    lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap=True)
+    x = torch.randn(4, 8, device=world.device)
+    found = []
+    for each, clip in (model, lockstep.clip_grad_norm_), (plain, nn.utils.clip_grad_norm_):
+        each(x).square().mean().backward()
+        found.append(clip(each.parameters(), 0.1, power).item())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("power", [2.0, 3.0, float("inf")])
+def test_norms_of_scattered_gradients_are_those_of_all(power: float) -> None:
+    for found, expected in lockstep.launch(norms, 2, (power,)):
+        # Kernels of the CPU add up the powers of float32 one by one.
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def few_values(world: lockstep.World, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs for ``number`` samples on the first rank and none on others, and the statistics."""
+    norm = lockstep.SyncBatchNorm(3).to(world.device)
+    x = torch.ones(0 if world.rank else number, 3, device=world.device, requires_grad=True)
+    output = norm(x)
+    output.sum().backward()
+    return output.detach().cpu(), torch.stack([norm.running_mean, norm.running_var]).cpu()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_too_few_values_are_nan_and_leave_running_statistics(number: int) -> None:
+    unchanged = torch.stack([torch.zeros(3), torch.ones(3)])
+    for output, statistics in lockstep.launch(few_values, 2, (number,)):
+        assert output.isnan().all() == (number == 1 or not len(output))
+        assert torch.equal(statistics, unchanged) == (number < 2)
