@@ -189,7 +189,8 @@ def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint
         else:
             endpoint.store.set_timeout(_STORE_TIMEOUT)
             # Later than the agreement of the hosts notices it.
-            end_on_silence(meeting.port, meeting.host_timeout_seconds + SILENCE_SECONDS)
+            limit = meeting.host_timeout_seconds + SILENCE_SECONDS
+            end_on_silence(endpoint.address, meeting.port, limit)
             return endpoint
 
 

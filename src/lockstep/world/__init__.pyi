@@ -17,10 +17,8 @@ from .environment import rank_environment as rank_environment
 from .facts import Kept as Kept
 from .facts import Sample as Sample
 from .facts import samples_of as samples_of
-from .network import SILENCE_SECONDS as SILENCE_SECONDS
 from .network import addresses as addresses
 from .network import connection_from as connection_from
-from .network import end_on_silence as end_on_silence
 from .network import first_reached as first_reached
 from .network import has_ended as has_ended
 from .network import is_loopback as is_loopback
@@ -29,6 +27,8 @@ from .network import reached as reached
 from .network import resolved as resolved
 from .rendezvous import first_line as first_line
 from .rendezvous import use_store_of_run as use_store_of_run
+from .silence import SILENCE_SECONDS as SILENCE_SECONDS
+from .silence import end_on_silence as end_on_silence
 from .world import World as World
 from .world import as_rank as as_rank
 from .world import group_or_all as group_or_all

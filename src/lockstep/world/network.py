@@ -21,8 +21,6 @@ from lockstep.deadline import Deadline
 
 _SIOCGIFCONF = 0x8912  # Linux's request for all IPv4 addresses
 _IFREQ_BYTES = 40  # of each in its answer, on machines of 64 bits
-# Longer than networks are out of order that come back, and TCP waits a quarter of an hour.
-SILENCE_SECONDS = 60
 
 
 def addresses() -> dict[str, str]:
@@ -135,29 +133,9 @@ def first_reached(found: Sequence[str], port: int, seconds: float) -> str:
     return there[0]
 
 
-def end_on_silence(port: int, seconds: int = SILENCE_SECONDS) -> None:
-    """Have this process's requests to stores at ``port`` fail after so long without an answer.
-
-    Otherwise, if the network is cut, they wait for as long as TCP tries, and if the process that
-    keeps the store is suspended, for ever. Not for waits that have a limit of their own.
-    """
-    limit = struct.pack("ll", seconds, 0)
-    for connection in _connections():
-        if connection.getpeername()[1] == port:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, number in (
-                (socket.TCP_KEEPIDLE, seconds // 4),
-                (socket.TCP_KEEPINTVL, seconds // 4),
-                (socket.TCP_USER_TIMEOUT, seconds * 1000),
-            ):
-                connection.setsockopt(socket.IPPROTO_TCP, option, number)
-
-
 def own_end(port: int) -> str:
     """The address from which this process is connected to ``port``; "" if it isn't."""
-    ends = (_name(c.getsockname()) for c in _connections() if c.getpeername()[1] == port)
+    ends = (_name(connection.getsockname()) for _, connection in connections(port))
     return next(ends, "")
 
 
@@ -166,7 +144,7 @@ def connection_from(end: str, port: int) -> socket.socket | None:
 
     None if there is none, as where something between the two hosts translates addresses.
     """
-    for connection in _connections():
+    for _, connection in _connections():
         ends = connection.getsockname()[1], _name(connection.getpeername())
         if ends == (port, end):
             return connection.dup()
@@ -186,8 +164,15 @@ def _name(address: tuple[str, int]) -> str:
     return f"{host.removeprefix('::ffff:').partition('%')[0]} {port}"
 
 
-def _connections() -> Iterator[socket.socket]:
-    """This process's connections over TCP, one after the other, each as long as it is looked at."""
+def connections(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """This process's connections to ``port`` of any host: see :func:`_connections`."""
+    for number, connection in _connections():
+        if connection.getpeername()[1] == port:
+            yield number, connection
+
+
+def _connections() -> Iterator[tuple[int, socket.socket]]:
+    """The descriptors of this process's connections over TCP, each with a duplicate for a while."""
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it has just been closed, or listens
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
@@ -195,4 +180,4 @@ def _connections() -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
                 inet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if inet and connection.type == socket.SOCK_STREAM and connection.getpeername():
-                    yield connection
+                    yield int(descriptor), connection

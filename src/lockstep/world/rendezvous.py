@@ -28,7 +28,8 @@ from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.memory_files import files_in_memory, memory_file, name_of
 from lockstep.status import stat_fields
 from lockstep.world.environment import Placement, Starter, detect
-from lockstep.world.network import addresses, end_on_silence, first_reached, is_local, resolved
+from lockstep.world.network import addresses, first_reached, is_local, resolved
+from lockstep.world.silence import end_on_silence
 
 # By this name torch.distributed has a function of the module.
 _torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -232,13 +233,13 @@ def _connect(
                 time.sleep(_RETRY_SECONDS)
             else:
                 client = partial(dist.TCPStore, there, port, place.world_size, is_master=False)
-                return client(timeout=timeout, wait_for_workers=False)
+                store = client(timeout=timeout, wait_for_workers=False)
+                end_on_silence(there, port)
+                return store
 
     try:
         # In another thread: torch handles no signal meanwhile.
-        store = answered(connect, timeout.total_seconds() + STORE_SECONDS)
-        end_on_silence(port)
-        return store
+        return answered(connect, timeout.total_seconds() + STORE_SECONDS)
     except (OSError, RuntimeError) as error:
         raise RendezvousFailed(
             f"rank {place.rank} of {place.world_size} could not reach the store at "
