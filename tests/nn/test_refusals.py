@@ -320,3 +320,25 @@ def test_a_backward_of_one_rank_alone_is_told_what_to_do(made: nn.Module) -> Non
                 group.barrier().wait()
 
     run_ranks(2, body)
+
+
+@BOTH
+def test_a_device_whose_tensors_the_group_does_not_carry_is_named_on_every_rank(
+    parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carries = {"cpu": [False, True]}
+
+    def carrier(group: dist.ProcessGroup, device: torch.device) -> str | None:
+        return "threads" if carries[device.type][group.rank()] else None
+
+    monkeypatch.setattr("lockstep.nn.verify.carrier", carrier)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        refusal = r"'weight' is on cpu, and the backends of the process group carry no tensors of"
+        kind = errors.ModelMismatch if rank else errors.ModelError
+        with pytest.raises(kind, match=rf"{'Rank 0 .*' if rank else ''}{refusal} cpu.*Move"):
+            parallel(nn.Linear(2, 2), group)
+        carries["cpu"] = [True, True]
+        parallel(nn.Linear(2, 2), group)
+
+    run_ranks(2, body)

@@ -58,6 +58,11 @@ def wrapped(model: nn.Module) -> nn.Module:
     return lockstep.DistributedDataParallel(model, bucket_cap_mb=0.005)
 
 
+def moved_later(model: nn.Module) -> nn.Module:
+    device = next(model.parameters()).device
+    return lockstep.parallelize(model.cpu(), bucket_cap_mb=0.005).to(device)
+
+
 def of_torch(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
 
@@ -80,7 +85,7 @@ def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[torch.T
     ("world_size", "delay"),
     [(2, "0,5"), (2, "5,0"), (2, "0,lazy"), (2, "lazy,0"), (2, "lazy"), (3, "0,5"), (3, "lazy")],
 )
-@pytest.mark.parametrize("wrap", [parallelized, wrapped, of_torch])
+@pytest.mark.parametrize("wrap", [parallelized, wrapped, moved_later, of_torch])
 def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, delay: str) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip("needs a device for each rank")

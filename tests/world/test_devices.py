@@ -15,6 +15,7 @@ from lockstep.errors import BackendUnavailable
 from lockstep.world import Placement, Starter, devices
 from lockstep.world.devices import (
     backend_of,
+    carried_device,
     choose_backend,
     device_of_sums,
     one_kind,
@@ -107,6 +108,30 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_of("hpu") == "hccl"
 
 
+@pytest.mark.parametrize(
+    ("device", "backend", "says"),
+    [
+        ("cpu", "nccl", "'nccl' carries tensors of cuda .* device is cpu.*backend='shm'"),
+        ("cuda:1", "shm", "'shm' carries tensors of cpu .* device is cuda:1.*cpu:gloo,cuda:nccl"),
+        ("xpu:0", "gloo", "'gloo' carries tensors of cpu and cuda .* device is xpu:0"),
+    ],
+)
+def test_a_backend_that_does_not_carry_the_tensors_of_a_device_is_refused(
+    device: str, backend: str, says: str
+) -> None:
+    with pytest.raises(BackendUnavailable, match=says):
+        carried_device(torch.device(device), backend, is_chosen=False)
+
+
+def test_a_device_is_chosen_for_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert carried_device(cuda, "gloo", is_chosen=True) == cuda
+    assert carried_device(cuda, None, is_chosen=True) == cuda
+    assert not caplog.records
+    assert carried_device(cuda, "shm", is_chosen=True) == cpu
+    assert "the backend 'shm' carries no tensors of cuda" in caplog.text
+
+
 def test_sums_are_on_a_device_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def ones(*_: object, device: str, **__: object) -> torch.Tensor:
         if device == "mps":
@@ -131,18 +156,27 @@ def test_ranks_take_one_kind_of_device() -> None:
 ASK = """
 import os, lockstep
 try:
-    lockstep.init(device="cuda:5" if os.environ["RANK"] == "1" else None)
+    lockstep.init(**OPTIONS if os.environ["RANK"] == "1" else {})
 except lockstep.LockstepError as error:
     print(error, flush=True)
 """
 
 
-def test_a_device_that_one_rank_lacks_is_told_on_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda:5"}, "init(device='cuda:5') was asked for, but torch can use "),
+        ({"device": "cpu", "backend": "nccl"}, "The backend 'nccl' carries tensors of cuda "),
+    ],
+)
+def test_a_device_that_one_rank_lacks_is_told_on_all(
+    tmp_path: Path, options: dict[str, str], says: str
+) -> None:
     script = tmp_path / "ask.py"
-    script.write_text(ASK)
+    script.write_text(ASK.replace("OPTIONS", repr(options)))
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", str(script)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    refusal = "On rank 1: init(device='cuda:5') was asked for, but torch can use "
+    refusal = f"On rank 1: {says}"
     assert {line.split("] ")[0] for line in told.splitlines() if refusal in line} == {
         "[rank 0",
         "[rank 1",

@@ -285,8 +285,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch) -> None:
 
 def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())
-    with pytest.raises(errors.BackendUnavailable, match="'nccl' can't be used on rank 0"):
-        lockstep.init(backend="nccl", timeout=LATER)
+    with pytest.raises(errors.BackendUnavailable, match="cuda:nccl' can't be used on rank 0"):
+        lockstep.init(backend="cpu:gloo,cuda:nccl", timeout=LATER)
     assert lockstep.init().process_group is not None  # and nothing of it is left
 
 

@@ -9,6 +9,7 @@ from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
 from .any_group import can_overlap as can_overlap
 from .any_group import can_share as can_share
+from .any_group import carrier as carrier
 from .any_group import check_same_facts as check_same_facts
 from .any_group import default_group as default_group
 from .any_group import device_of_facts as device_of_facts

@@ -424,9 +424,9 @@ class Engine:
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
 
 
-def _describe(own: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, bool, torch.dtype]]:
-    """What a refresh depends on: id(), requires_grad and dtype of parameters."""
-    return [(id(p), p.requires_grad, gradient_dtype(p)) for _, p in own]
+def _describe(own: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[object, ...]]:
+    """What a refresh depends on: id(), requires_grad, dtype and device of parameters."""
+    return [(id(p), p.requires_grad, gradient_dtype(p), p.device) for _, p in own]
 
 
 def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -32,7 +32,7 @@ from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
 from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
-from lockstep.world import keepers, watch_optimizers
+from lockstep.world import accelerator, keepers, watch_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ def watch(engine: Engine) -> None:
             keepers.append(kept)
             watch_optimizers(after_other_hooks=True)
         _watch_for_rpc()
+    if accelerator() is not None:
+        mark_stale(engine)  # the model may be moved to a GPU before its first forward
 
 
 def _hang(register: Any, hook: Any) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.arguments import divided_by_torch
-from lockstep.comm import differing_facts
+from lockstep.comm import carrier, device_of_facts, differing_facts
 from lockstep.errors import AlreadyParallel, ModelError, ModelMismatch
 from lockstep.grad import gradient_dtype
+from lockstep.world import device_in
 
 _REMEDIES = {
     "tensors": "Build the same model on every rank before making it parallel.",
@@ -47,14 +48,17 @@ def check_same_model(
         AlreadyParallel: If torch has divided the model.
     """
     refusal = refusal or refusal_of_divided(module, left_out)
+    refusal = refusal or _refusal_of_devices(module, group, left_out)
     facts = {
         "refusal": str(refusal or ""),
-        "tensors": _descriptions(module, left_out),
+        "tensors": _descriptions(module, group, left_out),
         "options": {name: str(value) for name, value in (options or {}).items()},
     }
-    tensors = (tensor for _, tensor in _kept_in_step(module, left_out))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    by_rank = differing_facts(group, facts, device)
+    # The same kind on every rank, wherever their models are.
+    device = device_of_facts(group)
+    devices = {tensor.device for _, tensor in _kept_in_step(module, left_out)}
+    own = [each for each in devices if each.type == device.type]
+    by_rank = differing_facts(group, facts, own[0] if own and refusal is None else device)
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(by_rank):
@@ -101,6 +105,35 @@ def refusal_of_divided(module: nn.Module, left_out: Collection[str] = ()) -> Alr
     )
 
 
+def _refusal_of_devices(
+    module: nn.Module, group: dist.ProcessGroup, left_out: Collection[str]
+) -> ModelError | None:
+    """Return why ``group`` can't keep ``module`` in step where it is."""
+    own = device_in(group)
+    advice = "Move the model before it is made parallel"
+    if own is not None and carrier(group, own) is not None:
+        advice += f": model.to({str(own)!r}), the device of this rank's World"
+    tensors = dict(_kept_in_step(module, left_out))
+    for name, tensor in tensors.items():
+        device = tensor.device
+        if device.type != "meta" and carrier(group, device) is None:
+            return ModelError(
+                f"{name!r} is on {device}, and the backends of the process group carry no tensors "
+                f"of {device.type} between ranks. {advice}; or leave 'backend' out of init()."
+            )
+    devices = {tensor.device for tensor in tensors.values()}
+    others = sorted(str(each) for each in devices if own is not None and each.type == own.type)
+    if own is not None and others and own not in devices:
+        name = next(name for name, tensor in tensors.items() if str(tensor.device) == others[0])
+        return ModelError(
+            f"{name!r} is on {others[0]}, and this rank computes on {own}: two ranks that share a "
+            f"device may wait for each other for ever. {advice}; or give init(device="
+            f"{others[0]!r}); or, for a part of a model whose other parts are on {own}, a "
+            "process_group of its own."
+        )
+    return None
+
+
 def _kept_in_step(
     module: nn.Module, left_out: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,16 +142,24 @@ def _kept_in_step(
             yield name, tensor
 
 
-def _descriptions(module: nn.Module, left_out: Collection[str]) -> dict[str, str]:
-    """Describe what must be the same, as ``{"fc.weight": "a parameter (50, 320) float32"}``."""
+def _descriptions(
+    module: nn.Module, group: dist.ProcessGroup, left_out: Collection[str]
+) -> dict[str, str]:
+    """Describe what must be the same, as ``{"fc.weight": "a parameter (50, 320) float32"}``.
+
+    The kind of device is told if another backend carries its tensors than those of the CPU.
+    """
+    on_cpu = carrier(group, torch.device("cpu"))
     buffers = {name for name, _ in module.named_buffers()}
     found = {}
     for name, tensor in _kept_in_step(module, left_out):
-        found[name] = f"a buffer {_form(tensor)}"
+        sent_by = carrier(group, tensor.device)
+        place = "" if sent_by in (None, on_cpu) else f" on {tensor.device.type}"
+        found[name] = f"a buffer {_form(tensor)}{place}"
         if name in buffers:
             continue
         kind = "a parameter" if tensor.requires_grad else "a frozen parameter"
-        found[name] = f"{kind} {_form(tensor)}"
+        found[name] = f"{kind} {_form(tensor)}{place}"
         dtype = tensor.dtype if is_lazy(tensor) else gradient_dtype(tensor)
         if tensor.requires_grad and dtype != tensor.dtype:
             found[name] += f" with a gradient of {_name_of(dtype)}"

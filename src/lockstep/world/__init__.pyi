@@ -31,6 +31,7 @@ from .silence import SILENCE_SECONDS as SILENCE_SECONDS
 from .silence import end_on_silence as end_on_silence
 from .world import World as World
 from .world import as_rank as as_rank
+from .world import device_in as device_in
 from .world import group_or_all as group_or_all
 from .world import init as init
 from .world import this_rank as this_rank

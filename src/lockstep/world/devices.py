@@ -86,12 +86,16 @@ def choose_device(
 
 
 def usable_device(
-    place: Placement, local: tuple[int, int], wanted: torch.device | None
+    place: Placement,
+    local: tuple[int, int],
+    wanted: torch.device | None,
+    backend: str | None = None,
 ) -> torch.device:
     """Return the device of this rank, by default one that :func:`choose_device` chooses.
 
     ``local`` are the local rank and world size. Without an index, an accelerator is that of the
-    local rank, if each rank of the host can have its own.
+    local rank, if each rank of the host can have its own. ``backend`` is that of the group, if the
+    program has chosen it.
 
     Raises:
         BackendUnavailable: If the device that is wanted isn't there, or no backend carries its
@@ -99,10 +103,14 @@ def usable_device(
     """
     kind, number = accelerator(), num_accelerators()
     local_rank, local_size = local
+
+    def lacks_backend(kind: str) -> bool:
+        return place.world_size > 1 and backend is None and backend_of(kind) is None
+
     if wanted is None:
         if kind is None:
             return _CPU
-        if place.world_size > 1 and backend_of(kind) is None:
+        if lacks_backend(kind):
             if place.rank == 0:
                 _log.warning("Ranks compute on the CPU: %s.", _no_backend(kind))
             return _CPU
@@ -122,7 +130,7 @@ def usable_device(
             f"{asked} torch can use {_counted(number, kind)} here. Leave 'device' out to let "
             "lockstep choose."
         )
-    if place.world_size > 1 and backend_of(kind) is None:
+    if lacks_backend(kind):
         raise BackendUnavailable(
             f"{asked} {_no_backend(kind)}. Import the package that brings it, if there is one, or "
             "leave 'device' out."
@@ -143,6 +151,32 @@ def _counted(number: int, kind: str | None) -> str:
 
 def _no_backend(kind: str) -> str:
     return f"no backend of torch.distributed carries tensors of {kind} between ranks"
+
+
+def carriers(backend: str) -> dict[str, str]:
+    """The backend that carries tensors, by their kind of device, in a group of ``backend``."""
+    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
+
+
+def carried_device(device: torch.device, backend: str | None, *, is_chosen: bool) -> torch.device:
+    """Return ``device``, or the CPU if ``backend`` doesn't carry its tensors and it ``is_chosen``.
+
+    Raises:
+        BackendUnavailable: If the program has asked for both, or the backend isn't for the CPU.
+    """
+    if backend is None or device.type == "meta" or device.type in (kinds := carriers(backend)):
+        return device
+    if is_chosen and "cpu" in kinds:
+        _log.warning(
+            "Ranks compute on the CPU: the backend %r carries no tensors of %s.",
+            *(backend, device.type),
+        )
+        return _CPU
+    raise BackendUnavailable(
+        f"The backend {backend!r} carries tensors of {' and '.join(sorted(kinds))} between ranks, "
+        f"and this rank's device is {device}. Give init() another device, leave 'backend' out to "
+        f"let lockstep choose, or give backend={choose_backend(device)!r}."
+    )
 
 
 def make_current(device: torch.device) -> None:

@@ -25,11 +25,10 @@ from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
 from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.devices import (
-    accelerator,
+    carried_device,
+    carriers,
     choose_backend,
-    choose_device,
     make_current,
-    num_accelerators,
     one_kind,
     usable_device,
 )
@@ -202,6 +201,13 @@ def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
     return process_group
 
 
+def device_in(group: dist.ProcessGroup) -> torch.device | None:
+    """The device of this rank if ``group`` is the one that it has joined by ``init()``."""
+    rank: RankContext = rank_context().init_state or _of_process
+    world = rank.world
+    return world.device if world is not None and world.process_group is group else None
+
+
 def this_rank() -> int:
     """The number of this rank, which need not have joined the others."""
     own: RankContext | None = rank_context().init_state
@@ -243,25 +249,22 @@ def _check_same(world: World, wanted: _Wanted) -> None:
     if backend is None or world.process_group is None:
         return
     used = str(dist.get_backend_config(world.process_group))
-    if _backend_map(backend) != _backend_map(used):
+    if carriers(backend) != carriers(used):
         raise ContradictoryInit(
             f"init(backend={backend!r}) was called on rank {world.rank}, but its process group "
             f"already uses {used!r}. Call init() once, with all you want of it."
         )
 
 
-def _backend_map(backend: str) -> dict[str, str]:
-    return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
-
-
 def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
-    device = wanted.device or torch.device("cpu")
+    device, local = wanted.device or torch.device("cpu"), (place.rank, place.world_size)
     if not dist.is_initialized():
         assert rank.store is not None
         store = dist.PrefixStore(rank.new_prefix(), rank.store)
-        wanted = wanted._replace(backend=wanted.backend or THREADS)
+        wanted = wanted._replace(backend=wanted.backend or THREADS, device=device)
+        device = _agreed_device(place, local, wanted, store)
         _create_group(place, device, wanted, store)
-    return _world(place, device, (place.rank, place.world_size))
+    return _world(place, device, local)
 
 
 def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
@@ -272,6 +275,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     local = _place_on_host(place, hosts)
     _choose_addresses(place, store, wanted.timeout)
     device = _agreed_device(place, local, wanted, store)
+    make_current(device)
     _create_group(place, device, wanted, store)
     atexit.register(_leave)
     return _world(place, device, local)
@@ -304,7 +308,7 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
 def _agreed_device(
     place: Placement, local: tuple[int, int], wanted: _Wanted, store: dist.Store
 ) -> torch.device:
-    """Make the device of this rank current and return it, when all ranks have told theirs.
+    """Return the device of this rank, when all ranks have told theirs.
 
     Raises:
         BackendUnavailable: On every rank, if one can't have the device that it wants, or if the
@@ -312,7 +316,8 @@ def _agreed_device(
     """
     device, trouble = torch.device("cpu"), ""
     try:
-        device = usable_device(place, local, wanted.device)
+        device = usable_device(place, local, wanted.device, wanted.backend)
+        device = carried_device(device, wanted.backend, is_chosen=wanted.device is None)
     except BackendUnavailable as error:
         trouble = str(error)
     note = json.dumps([device.type, wanted.device is None, trouble])
@@ -327,7 +332,6 @@ def _agreed_device(
             _log.warning(
                 "Ranks compute on the CPU: not every host has a device for each of its ranks."
             )
-    make_current(device)
     return device
 
 
@@ -394,11 +398,9 @@ def _from_existing_group(wanted: _Wanted) -> World:
     if all(note.startswith("1") for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
-    kind = accelerator() or "cuda"
-    is_carried = kind in _backend_map(str(dist.get_backend_config(group)))
-    number = num_accelerators() if is_carried else 0
-    device = wanted.device or choose_device(*local, number, told.one_device_per_task, kind)
-    return _world(place, device, local)
+    place = replace(place, one_device_per_task=told.one_device_per_task)
+    wanted = wanted._replace(backend=str(dist.get_backend_config(group)))
+    return _world(place, _agreed_device(place, local, wanted, store), local)
 
 
 def _leave() -> None:
