@@ -6,7 +6,7 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import BucketFacts, describe_buckets
 from lockstep.grad.memory import aligned, gradient_dtype, gradient_of, set_gradient
-from lockstep.grad.order import Phase
+from lockstep.grad.one_pass import Phase
 from lockstep.grad.pending import (
     DeferredParameter,
     PendingBucket,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import spans
-from lockstep.comm import Pending, can_average, start_all_reduce, without_wait, zero_buffer
+from lockstep.comm import can_average, start_all_reduce, without_wait, zero_buffer
 from lockstep.errors import ParameterChanged
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer, view_like
 from lockstep.grad.diagnostics import naming, raise_named
@@ -26,6 +26,7 @@ from lockstep.grad.memory import (
     is_new,
     set_gradient,
 )
+from lockstep.grad.one_pass import READY, BucketPass
 from lockstep.torch_private import _foreach_copy_
 
 # From this average size on, each gradient is copied and scaled in one call. Below it, the calls
@@ -33,10 +34,6 @@ from lockstep.torch_private import _foreach_copy_
 _LARGE_NUMEL = 16 * 1024
 # Smaller gradients are copied in chunks of this size.
 _CHUNK_NUMEL = 128 * 1024
-# The state of a gradient in one backward. AWAITED: its bucket waits for it. UNUSED: its bucket
-# doesn't, as the backward probably won't compute it. READY: it has been computed. Numbers and not
-# an Enum, as they are compared for each gradient of each step.
-AWAITED, UNUSED, READY = 0, 1, 2
 # These are: on how many ranks the backward has failed, and the sum of the numbers of these ranks.
 _NUM_FAILURE_FACTS = 2
 # Fractions in them tell that a bucket ``is_watched``, and what the reducer is to tell.
@@ -123,7 +120,7 @@ class Bucket:
         # The memory before this one, if the program held gradients in it at the last backward.
         self._left: Memory | None = None
         self._use(self._memory_in(self._new_buffer()))
-        self.reset()
+        self._pass: BucketPass | None = None
 
     def _new_buffer(self) -> torch.Tensor:
         """Return zeros, in memory in which the group reduces them, if there is one."""
@@ -180,7 +177,7 @@ class Bucket:
         gradients: list[Any] = [gradient_of(bucket.parameters[at]) for bucket, at in others]
         for number in itertools.compress(range(len(others)), held(gradients)):
             bucket, position = others[number]
-            bucket._kept[position] = gradients[number]
+            bucket.now.kept[position] = gradients[number]
 
     @staticmethod
     def end_all(buckets: Sequence[Bucket]) -> None:
@@ -213,48 +210,48 @@ class Bucket:
 
     def finish(self) -> None:
         """Make the reduced gradients those of the parameters: all ranks' backwards succeeded."""
-        for position in self._kept:
+        for position in self.now.kept:
             if self.accumulated[position]:
                 self.use_as_grad(position)
 
-    def reset(self) -> None:
-        """Drop the state of a backward, which is over."""
-        self._work: Pending | None = None
-        # Gradients that the program has too, by position: a parameter's stays the same tensor.
-        self._kept: dict[int, torch.Tensor] = {}
-        # Copies of gradients in the memory that haven't grown on this rank, by position.
-        self._unchanged: dict[int, torch.Tensor] = {}
-        self._hooked: torch.futures.Future[torch.Tensor] | None = None
-        # Whether this backward has launched the bucket, or skipped it as no rank uses it.
-        self.is_launched = False
-        # The number of gradients that this backward has yet to compute.
-        self.num_missing = len(self.parameters)
-        # When its last gradient came, if all have, and when it was launched.
-        self._full_at = self._launched_at = 0
-        # The number of gradients that were copied before the bucket was full, and the factor they
-        # were multiplied by: 1 as long as the backward may add to them again.
-        self._num_copied, self.copy_scale = 0, 1.0
+    @staticmethod
+    def open_passes(buckets: Sequence[Bucket]) -> None:
+        """Take up what belongs to a backward, before anything in it can fail."""
+        for bucket in buckets:
+            bucket._pass = BucketPass(len(bucket.parameters))
+
+    @property
+    def now(self) -> BucketPass:
+        """What belongs to the backward that runs."""
+        assert self._pass is not None
+        return self._pass
+
+    def end(self) -> None:
+        """Drop what belongs to the backward, which is over."""
+        self._pass = None
 
     def copy_ready(self, states: bytearray) -> None:
         """Copy the gradients before the first missing one, although the bucket isn't full.
 
         They are still in the cores' caches, and autograd's memory is free again earlier.
         """
-        missing = states[self.start + self._num_copied : self.stop].lstrip(bytes([READY]))
+        now = self.now
+        missing = states[self.start + now.num_copied : self.stop].lstrip(bytes([READY]))
         last = len(self.parameters) - len(missing)
-        if last - self._num_copied >= self.chunk:
-            self._copy(self._num_copied, last, self.copy_scale)
-            self._num_copied = last
+        if last - now.num_copied >= self.chunk:
+            self._copy(now.num_copied, last, now.copy_scale)
+            now.num_copied = last
 
     def is_full(self) -> bool:
         """Whether no gradient is missing."""
-        if not self.num_missing:
-            self._full_at = self._full_at or spans.now()
-        return not self.num_missing
+        now = self.now
+        if not now.num_missing:
+            now.full_at = now.full_at or spans.now()
+        return not now.num_missing
 
     def note_launch(self) -> None:
         """It is about to be launched."""
-        self._launched_at = spans.now()
+        self.now.launched_at = spans.now()
 
     @staticmethod
     def wait_for_all(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
@@ -264,9 +261,8 @@ class Bucket:
                 bucket.wait(group)
             except RuntimeError as error:
                 raise_named(error, bucket.parameter_names, group)
-            if spans.recorder is not None and bucket._launched_at:
-                launched = bucket._launched_at
-                times = (bucket._full_at or launched, launched, spans.now())
+            if spans.recorder is not None and (launched := bucket.now.launched_at):
+                times = (bucket.now.full_at or launched, launched, spans.now())
                 spans.recorder.bucket(bucket, index, times)
 
     @property
@@ -276,7 +272,8 @@ class Bucket:
 
     def is_too_late_for(self, position: int) -> bool:
         """Whether the gradient at ``position`` in this bucket has been launched, or scaled."""
-        return self.is_launched or (self.copy_scale != 1 and position < self._num_copied)
+        now = self.now
+        return now.is_launched or (now.copy_scale != 1 and position < now.num_copied)
 
     def fill(self, scale: float) -> None:
         """Copy every gradient, times ``scale``, into the buffer; zeros for parameters without one.
@@ -287,7 +284,7 @@ class Bucket:
         Raises:
             ParameterChanged: If a parameter no longer has the shape, dtype or device it had.
         """
-        copied = self._num_copied
+        copied, copy_scale = self.now.num_copied, self.now.copy_scale
         if copied:
             gradients = map(gradient_of, self.parameters[:copied])
             if not all(map(operator.is_, gradients, self._views)):
@@ -295,8 +292,8 @@ class Bucket:
                 # test_a_gradient_may_be_replaced_after_its_copy.
                 for position in range(copied):
                     if gradient_of(self.parameters[position]) is not self._views[position]:
-                        self._copy(position, position + 1, self.copy_scale)
-            if self.copy_scale != scale:
+                        self._copy(position, position + 1, copy_scale)
+            if copy_scale != scale:
                 self._gradients[: self.offsets[copied]].mul_(scale)
         self._copy(copied, len(self.parameters), scale)
 
@@ -311,23 +308,25 @@ class Bucket:
 
         Launched gradients are dropped instead, as a collective may still write to their memory.
         """
-        if self.is_launched:
+        now = self.now
+        if now.is_launched:
             self.drop()
-        elif self.copy_scale != 1:
-            self._gradients[: self.offsets[self._num_copied]].div_(self.copy_scale)
-            self._num_copied = 0
+        elif now.copy_scale != 1:
+            self._gradients[: self.offsets[now.num_copied]].div_(now.copy_scale)
+            now.num_copied = 0
         self._take_unchanged()
 
     def _take_unchanged(self) -> None:
         """Set gradients that haven't grown to their copies: the memory has others, or will have."""
-        while self._unchanged:
-            position, gradient = self._unchanged.popitem()
+        unchanged = self.now.unchanged
+        while unchanged:
+            position, gradient = unchanged.popitem()
             if gradient_of(self.parameters[position]) is self._views[position]:
                 set_gradient(self.parameters[position], gradient)
 
     def restore_unchanged(self) -> None:
         """Restore the gradients that haven't grown on any rank, once all others are used."""
-        for position, gradient in self._unchanged.items():
+        for position, gradient in self.now.unchanged.items():
             if gradient_of(self.parameters[position]) is self._views[position]:
                 self._views[position].copy_(gradient)
 
@@ -335,7 +334,7 @@ class Bucket:
         """Drop the gradients of this backward, which has failed here or on another rank."""
         self._take_unchanged()
         for position, parameter in enumerate(self.parameters):
-            own = (self._views[position], self._kept.get(position))
+            own = (self._views[position], self.now.kept.get(position))
             if self.accumulated[position] and any(gradient_of(parameter) is one for one in own):
                 set_gradient(parameter, None)
         self.accumulated[:] = bytes(len(self.accumulated))
@@ -352,7 +351,7 @@ class Bucket:
         views, parameters = self._views[first:last], self.parameters[first:last]
         sources: list[Any] = [*map(gradient_of, parameters)]
         if (
-            not self._kept
+            not self.now.kept
             and not any(map(operator.is_, sources, views))
             and not any(map(operator.is_, sources, itertools.repeat(None)))
             and {*map(_layout_of, sources)} <= {torch.strided}
@@ -372,7 +371,7 @@ class Bucket:
 
     def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return views of the buffer, and the gradients to be copied to them; zero other views."""
-        views, sources = [], []
+        now, views, sources = self.now, [], []
         for position in range(first, last):
             parameter, view = self.parameters[position], self._views[position]
             gradient, has_grown = gradient_of(parameter), self.accumulated[position]
@@ -384,15 +383,15 @@ class Bucket:
             views.append(view)
             sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
             if gradient is view and not has_grown:
-                self._unchanged[position] = view.clone()
-            elif gradient is not view and has_grown and gradient is not self._kept.get(position):
+                now.unchanged[position] = view.clone()
+            elif gradient is not view and has_grown and gradient is not now.kept.get(position):
                 self._use_views(position, position + 1)
         return views, sources
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that any rank used: to the mean."""
-        self._unchanged.pop(position, None)
-        kept = self._kept.get(position)
+        self.now.unchanged.pop(position, None)
+        kept = self.now.kept.get(position)
         if kept is not None and gradient_of(self.parameters[position]) is kept:
             kept.copy_(self._views[position])
         else:
@@ -424,25 +423,25 @@ class Bucket:
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start the all-reduce of gradients and facts; of the facts alone if there is a hook."""
-        self.is_launched = True
+        self.now.is_launched = True
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        self._work = start_all_reduce(group, self.tail if self.is_hooked else self._buffer, op)
+        self.now.work = start_all_reduce(group, self.tail if self.is_hooked else self._buffer, op)
 
     def launch_hook(self, hook: CommHook, index: int, *, is_last: bool) -> None:
         """Let ``hook`` start to reduce the gradients, but not the facts."""
         bucket = GradBucket(index, self._gradients, self.parameters, is_last=is_last)
         with spans.span("launch", "hook"):
-            self._hooked = hook(bucket)
-        self.is_launched = True
+            self.now.hooked = hook(bucket)
+        self.now.is_launched = True
 
     def is_hook_done(self) -> bool:
         """Whether no communication hook is running on it."""
-        return self._hooked is None or self._hooked.done()
+        return self.now.hooked is None or self.now.hooked.done()
 
     def finish_hook(self, group: dist.ProcessGroup) -> None:
         """Wait for the communication hook, if one runs, and copy its result to the buffer."""
-        if self._hooked is not None:
-            hooked, self._hooked = self._hooked, None
+        if (hooked := self.now.hooked) is not None:
+            self.now.hooked = None
             with naming(self.parameter_names, group), spans.span("wait", "hook", self.num_bytes):
                 reduced = reduced_buffer(hooked, self.numel)
             if reduced.data_ptr() != self._gradients.data_ptr():
@@ -450,8 +449,8 @@ class Bucket:
 
     def wait(self, group: dist.ProcessGroup) -> None:
         """Wait until the bucket is reduced; on a GPU, its stream waits."""
-        if self._work is not None:
-            work, self._work = self._work, None
+        if (work := self.now.work) is not None:
+            self.now.work = None
             work.wait()
 
     def write_facts(

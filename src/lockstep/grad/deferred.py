@@ -170,11 +170,11 @@ class DeferredBucket(PendingBucket):
         for position, read in self._read.items():
             gradient = gradient_of(self.parameters[position])
             if gradient is not None and gradient is read():
-                self._kept[position] = gradient
+                self.now.kept[position] = gradient
         if self._has_met:  # else no other rank has read this buffer
             self._has_met = False
             self._free_memory()
-        self._read, self._factor, self._shares, self._is_open = {}, None, [], True
+        self._read, self._factor, self._shares = {}, None, []
         self._use(self._memories[0])
 
     def _free_memory(self) -> None:
@@ -236,8 +236,8 @@ class DeferredBucket(PendingBucket):
             set_gradient(parameter, gradient)
         if gradient is not None:
             self._read[position] = weakref.ref(gradient)
-            if self._is_open:
-                self._kept[position] = gradient
+            if self._pass is not None:
+                self._pass.kept[position] = gradient
         return gradient
 
     def drop_at(self, position: int) -> None:
@@ -319,7 +319,7 @@ class DeferredBucket(PendingBucket):
         Until now, each parameter had this rank's own gradient, in the buffer.
         """
         grown = self.accumulated.tobytes()
-        if self._kept or 0 in grown:
+        if self.now.kept or 0 in grown:
             for position in itertools.compress(range(len(grown)), grown):
                 self.use_as_grad(position)
         else:  # as in most steps
@@ -328,7 +328,7 @@ class DeferredBucket(PendingBucket):
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that any rank used: to the mean, once it is summed."""
-        kept = self._kept.get(position)
+        kept = self.now.kept.get(position)
         if kept is not None and kept.shape == self._views[position].shape:
             self._sum_to(kept, position)
             self._read[position] = weakref.ref(kept)
@@ -336,11 +336,10 @@ class DeferredBucket(PendingBucket):
             set_gradient(self.parameters[position], None)
             self.pending[position] = 1
 
-    def reset(self) -> None:
-        """Drop the state of a backward, which is over."""
+    def end(self) -> None:
+        """Drop what belongs to the backward, which is over."""
         self.leave()
-        super().reset()
-        self._is_open = False
+        super().end()
 
     def undo_copies(self) -> None:
         """Undo the scaling of gradients by a backward that has failed."""
@@ -349,7 +348,7 @@ class DeferredBucket(PendingBucket):
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Leave the gradients: :meth:`wait` is the barrier after which all ranks may read them."""
-        self.is_launched, self._is_averaged, self._waits = True, average, True
+        self.now.is_launched, self._is_averaged, self._waits = True, average, True
         self._generation = self.group.generation
 
     def wait(self, group: dist.ProcessGroup) -> None:

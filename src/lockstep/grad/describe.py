@@ -31,13 +31,13 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
             )
             for bucket in reducer._buckets
         ]
-    assignment = reducer.assignment(reducer._order)
+    assignment = reducer.assigned_for(reducer.table.order)
     found = []
     for number, (group, kind) in enumerate(assignment, 1):
-        named = [reducer.named[index] for index in group]
-        parameters = [parameter for _, parameter in named or reducer.named[:1]]
+        named = [reducer.table.named[index] for index in group]
+        parameters = [parameter for _, parameter in named or reducer.table.named[:1]]
         itemsize = gradient_dtype(parameters[0]).itemsize
-        num_parameters = len(reducer.named) if number == len(assignment) else 0
+        num_parameters = len(reducer.table.named) if number == len(assignment) else 0
         sizes = [parameter.numel() for _, parameter in named]
         numel = sum(map(aligned, sizes)) if kind else sum(sizes)
         if kind is DeferredBucket:

@@ -57,16 +57,6 @@ def aligned(numel: int) -> int:
     return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
 
 
-def rows_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of ``parameter`` as a sparse tensor; without rows if there is none."""
-    gradient = parameter.grad
-    if gradient is None:
-        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[1:]).detach()
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach()
-
-
 class Memory:
     """A buffer with the gradients of a bucket and, behind them, the facts.
 

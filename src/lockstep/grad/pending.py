@@ -6,7 +6,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -204,21 +204,3 @@ class PendingBucket(Bucket, ABC):
     @abstractmethod
     def scale_means(self, factor: torch.Tensor) -> None:
         """Multiply all means, of which none has been read yet, by ``factor``."""
-
-
-class Assigned(NamedTuple):
-    """A bucket to be made."""
-
-    indices: Sequence[int]  # of its parameters
-    kind: type[PendingBucket] | None  # the class of a bucket whose gradients stay pending
-
-
-def with_runs(groups: Sequence[Sequence[int]], runs: Sequence[Assigned]) -> list[Assigned]:
-    """Return the buckets of ``groups`` and of pending ``runs`` in the order of their launch.
-
-    The last one can carry facts; it may be there for the facts alone.
-    """
-    last = [run for run in runs if run.kind is not None and run.kind.carries_facts]
-    first = [run for run in runs if run not in last]
-    others = [Assigned(group, None) for group in groups]
-    return [*first, *(others if others or last else [Assigned([], None)]), *last]

@@ -62,7 +62,7 @@ class ScatteredBucket(PendingBucket):
         Then ranks gather them at the end of the backward; not on a GPU, where they would have to
         wait for it in each step to learn of each other.
         """
-        return self._has_holders or bool(self._kept)
+        return self._has_holders or bool(self.now.kept)
 
     def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
         """Start the reduce-scatter of the gradients.
@@ -70,9 +70,9 @@ class ScatteredBucket(PendingBucket):
         In join() it is an all-reduce: ranks without data don't know when others read gradients.
         Shown by test_ranks_may_have_loops_of_different_lengths.
         """
-        self.is_launched, self._is_reduced = True, join_state_of(group) is not None
+        self.now.is_launched, self._is_reduced = True, join_state_of(group) is not None
         start = start_all_reduce if self._is_reduced else start_reduce_scatter
-        self._work = start(group, self._buffer)
+        self.now.work = start(group, self._buffer)
 
     def finish(self) -> None:
         """Make the gradients pending: all ranks' backwards have succeeded."""
@@ -86,7 +86,7 @@ class ScatteredBucket(PendingBucket):
         if self._is_reduced:
             super().use_as_grad(position)
             return
-        self._unchanged.pop(position, None)
+        self.now.unchanged.pop(position, None)
         set_gradient(self.parameters[position], None)
         self.pending[position] = 1
 
@@ -119,7 +119,7 @@ class ScatteredBucket(PendingBucket):
                 more = gradient_of(self.parameters[position])
                 if more is not None:
                     self._views[position].add_(more)
-                kept = self._kept.get(position)
+                kept = None if self._pass is None else self._pass.kept.get(position)
                 if kept is not None:
                     set_gradient(self.parameters[position], kept.copy_(self._views[position]))
                 else:

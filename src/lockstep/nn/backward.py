@@ -153,7 +153,7 @@ class BackwardSync:
         with self._lock:
             is_begun = self._join(engine)
             # The engine may have been refreshed, and have other parameters by now.
-            if id(parameter) in engine.reducer.ids:
+            if id(parameter) in engine.reducer.table.ids:
                 if is_begun:
                     engine.mark_ready(parameter)
                 else:
@@ -173,7 +173,7 @@ class BackwardSync:
             # A nested backward, as of a reentrant checkpoint, whose gradients can't be foreseen:
             # see autograd.reached().
             engine.sees_nested_tasks = True
-            engine.reducer.copies_early = False
+            engine.reducer.stop_early_copies()
         enclosing = backward.enclosing if backward is not None else None
         if backward is not None and backward.task is None:
             self._backward = None  # of other ranks, in a join() that an error has ended
@@ -386,7 +386,7 @@ class BackwardSync:
         ]
         if failed and self._failed.generation is not self._generation:
             for engine in failed:
-                engine.reducer.reset()
+                engine.reducer.drop_pass()
             self._failed = None
         elif failed:
             self._failed.engines, self._failed.num_continued = failed, len(failed)
@@ -434,8 +434,7 @@ class BackwardSync:
                     engine.reducer.launch_all_but_last()
                 engines = backward.engines
                 for engine in engines:
-                    engine.reducer.is_to_tell = engine.buffers.has_changed()
-                    engine.reducer.launch_last()
+                    engine.reducer.launch_last(tells=engine.buffers.has_changed())
                 # Buffers are exchanged along with the last gradients, and not before the next
                 # forward, which could be any method, and would wait. After the launch of all
                 # buckets, since ranks have launched different numbers of buckets until here.
@@ -444,7 +443,7 @@ class BackwardSync:
                 for engine, finish_buffers in zip(engines, exchanges, strict=True):
                     errors.append(engine.finish_backward())
                     finish_buffers()
-                for engine in [one for one in engines if one.reducer.was_told]:
+                for engine in [one for one in engines if one.reducer.last.was_told]:
                     engine.buffers.agree()
                 return engines, next(filter(None, errors), None)
         except CollectiveFailed as error:
@@ -492,7 +491,8 @@ def all_engines() -> list[Engine]:
 
 def engines_with(parameters: Collection[torch.Tensor]) -> list[Engine]:
     """Return the engines that reduce gradients of any of ``parameters``."""
-    return [one for one in all_engines() if not one.reducer.ids.isdisjoint(map(id, parameters))]
+    own = {*map(id, parameters)}
+    return [engine for engine in all_engines() if not own.isdisjoint(engine.reducer.table.ids)]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

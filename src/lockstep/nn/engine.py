@@ -171,7 +171,7 @@ class Engine:
             for p in self.parameters
             if type(p) is nn.Parameter or isinstance(p, DeferredParameter)
         }
-        trained -= {*map(id, self.reducer.sparse_parameters)}
+        trained -= {*map(id, self.reducer.table.sparse_parameters)}
         runs = []
         for run, kind in self._deferred:
             own = [p for p in run if id(p) in trained]
@@ -218,7 +218,9 @@ class Engine:
         """Call the program's hooks of parameters whose gradients have been reduced."""
         if any(self._hooks_of_others):
             with torch.no_grad():  # as autograd calls them
-                for parameter in self.reducer.reduced:
+                # In one order on all ranks.
+                reducer = self.reducer
+                for parameter in compress(reducer.table.parameters, reducer.last.used_by_any):
                     autograd.hooks_of(parameter).call_others(parameter)
 
     def stop_syncing(self) -> None:
@@ -292,7 +294,7 @@ class Engine:
         if module is None or self._in_places() == self._placed:
             return {}
         named = self._own_parameters(module)
-        return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.ids}
+        return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.table.ids}
 
     def refuse_put_behind(self) -> None:
         """Raise ParameterChanged if parameters with gradients were put in place behind torch."""
@@ -334,8 +336,9 @@ class Engine:
             raise
         except CollectiveFailed as error:
             self.is_stale = True
-            new = [name for name, p in own if p.requires_grad and id(p) not in self.reducer.ids]
-            gone = [name for name, p in self.reducer.named if id(p) not in trained]
+            table = self.reducer.table
+            new = [name for name, p in own if p.requires_grad and id(p) not in table.ids]
+            gone = [name for name, p in table.named if id(p) not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
                 f"it was made parallel: to be trained by now are {new}, and no longer {gone}. "
@@ -370,8 +373,8 @@ class Engine:
 
     def _reduce_removed(self, trained: Collection[int]) -> None:
         """Reduce accumulated gradients of parameters that are no longer ``trained``, by id()."""
-        going = [(name, p) for name, p in self.reducer.named if id(p) not in trained]
-        is_unreduced = [self.reducer.is_unreduced(parameter) for _, parameter in going]
+        going = [(name, p) for name, p in self.reducer.table.named if id(p) not in trained]
+        is_unreduced = [self.reducer.table.is_unreduced(parameter) for _, parameter in going]
         named = going and [*compress(going, any_rank(self.process_group, is_unreduced))]
         if named:
             last = Reducer(named, self.process_group, cap_bytes=self._cap_bytes)
@@ -393,7 +396,7 @@ class Engine:
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
         self._pending.task, self._pending.threshold = task, 1
-        if sees_graph and not self.sees_nested_tasks and self.reducer.unused_indices:
+        if sees_graph and not self.sees_nested_tasks and self.reducer.last.unused:
             unused = self.reducer.unused_parameters
             ids = {*map(id, autograd.reached(unused))}
             self.reducer.mark_unused(p for p in unused if id(p) not in ids)

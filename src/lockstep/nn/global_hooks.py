@@ -220,7 +220,7 @@ def _is_in_a_step() -> bool:
 
 def _take_part(engine: Engine) -> None:
     # A rank that steps with accumulated gradients, which it hasn't reduced, does so on purpose.
-    if not engine.is_syncing or engine.reducer.has_unreduced:
+    if not engine.is_syncing or engine.reducer.table.has_unreduced:
         return
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and getattr(dynamo.config, "trace_autograd_ops", False):

@@ -89,7 +89,7 @@ class UnevenLoop(JoinState):
         if step is Step.BEGIN and engines:
             self._restore = self._restore or [*map(_own_gradients, self._members)]
             for engine in self._members:
-                if not engine.reducer.has_unreduced:
+                if not engine.reducer.table.has_unreduced:
                     for parameter in engine.parameters:
                         parameter.grad = None
         if step in (Step.BEGIN, Step.END) and engines:
@@ -119,7 +119,7 @@ def _own_gradients(engine: Engine) -> Callable[[], None]:
     the results. Gradients that it had accumulated, and not reduced, are reduced with the others',
     and not restored. Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
     """
-    num_backwards, is_unreduced = engine.num_backwards, engine.reducer.has_unreduced
+    num_backwards, is_unreduced = engine.num_backwards, engine.reducer.table.has_unreduced
     gradients = [
         (p, None if p.grad is None or is_unreduced else p.grad.clone()) for p in engine.parameters
     ]

@@ -300,8 +300,7 @@ def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) 
     reducer = Reducer(named, group, cap_bytes=_CAP_BYTES, sparse=sparse, is_kept=False)
     for parameter in parameters:
         reducer.mark_accumulated(parameter)
-    reducer.begin()
-    reducer.scale = own / total
+    reducer.begin(scale=own / total)
     reducer.finish()
 
 

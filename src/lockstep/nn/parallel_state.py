@@ -235,7 +235,7 @@ def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | No
     """
     groups: dict[int, dist.ProcessGroup] = {}
     for engine in all_engines():
-        sparse = {*map(id, engine.reducer.sparse_parameters)}
+        sparse = {*map(id, engine.reducer.table.sparse_parameters)}
         followers = engine.everything_that_follows()
         groups |= {id(one): engine.process_group for one in followers if id(one) not in sparse}
     return [groups.get(id(p)) if gradient_dtype(p) is p.dtype else None for p in parameters]

@@ -35,7 +35,7 @@ def _samples(engine: Engine, own: Collection[int], number: int) -> list[Sample]:
         return []
     named = [
         (name, parameter)
-        for name, parameter in engine.reducer.named
+        for name, parameter in engine.reducer.table.named
         if id(parameter) in own and parameter.is_floating_point() and parameter.numel()
     ]
     first = number * _NUM_PARAMETERS % max(len(named), 1)
@@ -44,7 +44,7 @@ def _samples(engine: Engine, own: Collection[int], number: int) -> list[Sample]:
     for name, parameter in chosen:
         start = number * _STRIDE % max(parameter.numel() - _NUM_ELEMENTS + 1, 1)
         stop = min(start + _NUM_ELEMENTS, parameter.numel())
-        is_own = engine.reducer.is_unreduced(parameter)
+        is_own = engine.reducer.table.is_unreduced(parameter)
         gradient = None if is_own else part_of_gradient(parameter, start, stop)
         found.append((name, parameter.detach().reshape(-1)[start:stop], gradient))
     return samples_of(found)

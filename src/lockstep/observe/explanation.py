@@ -194,7 +194,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
                     "is_hooked": engine.reducer.comm_hook is not None,
                 }
             )
-        sparse |= {*map(id, engine.reducer.sparse_parameters)}
+        sparse |= {*map(id, engine.reducer.table.sparse_parameters)}
         for policy in _POLICIES:
             policies |= {id(b): policy for b in engine.buffers.named(policy).values()}
     is_alone = "there is one rank, and nothing is sent"
@@ -211,7 +211,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
     facts["shared"] = [*_shared(module)]
     facts["bytes_per_step"] = {
         "gradients": sum(bucket["bytes"] for bucket in facts["buckets"]),
-        "rows": sum(sum(engine.reducer.row_bytes.values()) for engine in engines),
+        "rows": sum(sum(engine.reducer.table.row_bytes.values()) for engine in engines),
         "buffers": sum(
             b.nbytes for b in module.buffers() if policies.get(id(b)) in ("rank0", "mean")
         ),

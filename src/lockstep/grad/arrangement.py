@@ -1,0 +1,90 @@
+"""Which buckets a reducer has: for the order in which its gradients become ready."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from lockstep.grad.assign import assign_buckets
+from lockstep.grad.bucket import Bucket, num_facts
+from lockstep.grad.memory import gradient_dtype
+from lockstep.grad.pending import PendingBucket
+from lockstep.grad.table import GradientTable
+
+
+class Assigned(NamedTuple):
+    """A bucket to be made."""
+
+    indices: Sequence[int]  # of its parameters
+    kind: type[PendingBucket] | None  # the class of a bucket whose gradients stay pending
+
+
+def assigned_for(
+    table: GradientTable,
+    order: Sequence[int],
+    runs: Sequence[Assigned],
+    *,
+    cap_bytes: int | Sequence[int],
+    first_cap_bytes: int,
+) -> list[Assigned]:
+    """Return the buckets to make for gradients that become ready in ``order``.
+
+    Those of pending ``runs`` have buckets of their own. Sparse gradients have none.
+    """
+    apart = {
+        *itertools.chain(*(run.indices for run in runs)),
+        *table.order[table.sparse.start :],
+    }
+    parameters = [parameter for _, parameter in table.named]
+    groups = assign_buckets(
+        [p.numel() * gradient_dtype(p).itemsize for p in parameters],
+        [(gradient_dtype(p), p.device) for p in parameters],
+        [index for index in order if index not in apart],
+        cap_bytes=cap_bytes,
+        first_cap_bytes=first_cap_bytes,
+    )
+    # The last bucket can carry facts; it may be there for the facts alone.
+    last = [run for run in runs if run.kind is not None and run.kind.carries_facts]
+    first = [run for run in runs if run not in last]
+    others = [Assigned(group, None) for group in groups]
+    return [*first, *(others if others or last else [Assigned([], None)]), *last]
+
+
+def make_buckets(
+    table: GradientTable,
+    assigned: Sequence[Assigned],
+    group: dist.ProcessGroup,
+    kept: Sequence[PendingBucket],
+    *,
+    buffers_from: dist.ProcessGroup | None,
+    is_hooked: bool,
+) -> list[Bucket]:
+    """Return the buckets that are ``assigned``, in the order of ``table``.
+
+    Buckets of pending gradients are those that are ``kept``, if there are any.
+    """
+    buckets: list[Bucket] = []
+    pending = iter(kept)
+    for number, (indices, kind) in enumerate(assigned, 1):
+        start = buckets[-1].stop if buckets else 0
+        named = [table.named[index] for index in indices]
+        accumulated = memoryview(table.accumulated)[start : start + len(indices)]
+        num_told = len(table.named) if number == len(assigned) else 0
+        if kind is None:
+            bucket = Bucket(
+                named,
+                accumulated,
+                start=start,
+                tail_size=num_facts(num_told) if num_told else 0,
+                buffers_from=buffers_from,
+                is_hooked=is_hooked,
+                like=table.named[0][1],
+            )
+        else:
+            found = next(pending, None)
+            bucket = kind(named, accumulated, start, group, num_told) if found is None else found
+        buckets.append(bucket)
+    return buckets

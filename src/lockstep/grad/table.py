@@ -1,0 +1,85 @@
+"""The table of a reducer's gradients: their order, and which have grown since their reduction."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, KeysView, Sequence
+
+import torch
+
+
+class GradientTable:
+    """Parameters by position: in the order in which their gradients become ready.
+
+    An index is the place of a parameter in ``named``, which stays; a position changes when the
+    reducer learns the order.
+
+    Args:
+        named_parameters: The parameters, in the same order on every rank.
+        sparse: The indices of parameters with sparse gradients.
+
+    Attributes:
+        named: The parameters with their names, by index.
+        parameters: The parameters, by position.
+        order: The index of the parameter at each position.
+        sparse: The positions of sparse gradients, the last ones. They have no bucket.
+        position_of: The position of each parameter, by its ``id()``.
+        accumulated: For each position, 1 if the gradient has grown since its last reduction.
+            Buckets hold views of this memory.
+        row_bytes: By position, what this rank gave when the ranks last exchanged the rows of a
+            sparse gradient.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: Collection[int],
+    ) -> None:
+        self.named = list(named_parameters)
+        self.row_bytes: dict[int, int] = {}
+        self.accumulated = bytearray(len(self.named))
+        # At first in reversed registration order, which is a good guess: backward ends where
+        # forward began.
+        dense = [index for index in reversed(range(len(self.named))) if index not in sparse]
+        self.order = [*dense, *sparse]
+        self.sparse = range(len(dense), len(self.named))
+        self.arrange(dense)
+
+    def arrange(self, dense: Iterable[int]) -> None:
+        """Give the dense gradients the order ``dense``, of indices."""
+        accumulated = dict(zip(self.order, self.accumulated, strict=True))
+        self.order[: self.sparse.start] = dense
+        self.accumulated[:] = bytes(accumulated[index] for index in self.order)
+        self.parameters = [self.named[index][1] for index in self.order]
+        self.position_of = {id(p): position for position, p in enumerate(self.parameters)}
+
+    def take_over(self, previous: GradientTable) -> None:
+        """Continue from the state of ``previous``, a table of some of these parameters."""
+        for position, p in enumerate(self.parameters):
+            is_known = id(p) in previous.ids
+            has_grown = previous.is_unreduced(p) if is_known else p.grad is not None
+            self.accumulated[position] = has_grown
+
+    @property
+    def ids(self) -> KeysView[int]:
+        """The ``id()`` of each parameter."""
+        return self.position_of.keys()
+
+    @property
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters with sparse gradients."""
+        return self.parameters[self.sparse.start :]
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether any gradient has grown since its last reduction."""
+        grown = itertools.compress(self.parameters, self.accumulated)
+        return any(parameter.grad is not None for parameter in grown)
+
+    def is_unreduced(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of ``parameter`` has grown since its last reduction."""
+        return bool(self.accumulated[self.position_of[id(parameter)]])
+
+    def name_at(self, position: int) -> str:
+        """Return the name of the parameter at ``position``."""
+        return self.named[self.order[position]][0]
