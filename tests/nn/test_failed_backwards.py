@@ -232,3 +232,22 @@ def test_an_undefined_gradient_is_none() -> None:
         assert model.weight.grad.tolist() == [1, 1, 1]
 
     run_ranks(2, body)
+
+
+@WHERE
+def test_a_failed_backward_tells_nothing_of_the_one_before(backend: Backend) -> None:
+    """Whose buffers were new, which the ranks agreed on then, and only then."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = layers(4, group)
+        train(model, rank, 4)
+        model.register_buffer("count", torch.zeros(1))
+        train(model, rank, 4, steps=1)
+        with pytest.raises((ArithmeticError, CollectiveFailed)):
+            model(batch(rank, 4), fails_at=2 if rank == 0 else None).backward()
+        train(model, rank, 4)
+        copies = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
+        dist.all_gather(copies, model.layers[0].bias.grad, group=group)
+        assert torch.equal(*copies)
+
+    run_ranks(2, body, backend=backend)
