@@ -415,7 +415,7 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch: Any) ->
         seen = []
         for is_capturing in (False, True, False):
             dist.barrier(group)
-            monkeypatch.setattr(repeats, "_is_capturing", lambda value=is_capturing: value)
+            monkeypatch.setattr(repeats, "is_capturing", lambda value=is_capturing: value)
             train(model, optimizer, rank, steps=1)
             seen.append({pair.is_followed for pair in pairs_of(optimizer)})
         assert seen == [{True}, {False}, {True}]
