@@ -127,11 +127,19 @@ class Outcome:
 
 
 class Ended(Exception):
-    """A signal ended the launcher of another host before all hosts had met."""
+    """The run was ended before all hosts had met, as by a signal to the launcher of another one."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
+
+
+class RankEnded(Ended):
+    """The rank of this ``local_rank`` ended while its host waited for others."""
+
+    def __init__(self, outcome: Outcome, local_rank: int) -> None:
+        super().__init__(outcome)
+        self.local_rank = local_rank
 
 
 def failure_outcome(
@@ -184,11 +192,11 @@ def _message(
     if culprit.refusal is not None:
         return culprit.refusal
     others = sorted((f for f in failures if f is not culprit), key=lambda failure: failure.rank)
-    headline = f"rank {culprit.rank} of {world_size} failed first: {_how(culprit)}."
+    headline = f"rank {culprit.rank} of {world_size} failed first: {how(culprit)}."
     if absent:
         headline = (
             f"{_ranks(absent)} of {world_size} did not come to where others waited, until the "
-            f"timeout of rank {culprit.rank}, which failed first: {_how(culprit)}."
+            f"timeout of rank {culprit.rank}, which failed first: {how(culprit)}."
         )
     if others:
         ranks = _ranks([failure.rank for failure in others])
@@ -225,7 +233,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _how(failure: Failure) -> str:
+def how(failure: Failure) -> str:
+    """How a rank failed, in words that follow a colon."""
     if failure.signal == signals.SIGKILL:
         return (
             "it was ended by SIGKILL. Where nobody sent that, it is how Linux ends a process when "

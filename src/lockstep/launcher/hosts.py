@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -26,7 +27,7 @@ from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption
 from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
-from lockstep.launcher.failures import Ended, Outcome
+from lockstep.launcher.failures import Ended, Outcome, RankEnded
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.memory_files import memory_file
 from lockstep.world import Placement, Starter, connection_from, has_ended, own_end, rank_environment
@@ -42,6 +43,10 @@ class Host:
 
     Its supervisor, or that of the first of several hosts, holds the store, rather than rank 0.
 
+    Args:
+        job: What is run.
+        meanwhile: Is entered while this host waits for others, and may raise RankEnded there.
+
     Attributes:
         world_size: The number of ranks on all hosts.
         ranks: The ranks on this host.
@@ -50,9 +55,10 @@ class Host:
 
     Raises:
         LaunchError: If the hosts don't all come, or this host isn't one of them.
+        Ended: If the run was ended meanwhile: a launcher by a signal, or a rank.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, meanwhile: AbstractContextManager[None]) -> None:
         self.notice: int | None = None
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
@@ -61,7 +67,11 @@ class Host:
         if job.meeting is None:
             first = self._alone(job.num_ranks)
         else:
-            first = self._meet(job.meeting, job.num_ranks)
+            try:
+                with meanwhile:
+                    first = self._meet(job.meeting, job.num_ranks)
+            except RankEnded as ended:
+                raise self._give_up(ended) from None
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [
@@ -96,7 +106,8 @@ class Host:
             sizes, names = answered(come, deadline.left() + _LEAST_SECONDS)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
-                self._tell_others(str(error))
+                if self._endpoint.is_held and self._has_come:
+                    self._tell_others(str(error))
                 raise
             why = "the host that keeps the store there has given up, or something else than "
             why += "'lockstep run' uses that port."
@@ -135,10 +146,22 @@ class Host:
                 self._lines[host] = line
         return host in self._lines and has_ended(self._lines[host])
 
+    def _give_up(self, ended: RankEnded) -> Ended:
+        """The outcome of this host, one of whose ranks has ended, after telling the others."""
+        who = f"host {self._number}" if self._has_come else "this host"
+        why = (
+            f"{who} ({socket.gethostname()}) has lost its rank {ended.local_rank} "
+            f"before all hosts had met: {ended.outcome.message}. Start the run anew on all hosts."
+        )
+        if self._has_come:
+            self._tell_others(why)
+        return Ended(replace(ended.outcome, message=why))
+
     def _tell_others(self, why: str) -> None:
-        """On host 0, let the others hear why there is no meeting, before the store is gone."""
-        if self._endpoint.is_held and self._has_come:
-            self._store.set("given up", why)
+        """Let the others hear why there is no meeting, before the store may be gone."""
+        with contextlib.suppress(RuntimeError):  # the network may be
+            answered(partial(self._store.set, "given up", why), _HEAR_SECONDS)
+        if self._endpoint.is_held:
             time.sleep(_HEAR_SECONDS)
 
     def _end_of_meeting(self, number: int, _: FrameType | None) -> None:

@@ -9,13 +9,13 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Failure, Silent
+from lockstep.launcher.failures import Failure, Outcome, RankEnded, Silent, how
 from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.launcher.starting import StartOfMany
@@ -195,6 +195,27 @@ def fork_ranks(
             os.close(writing)
         start.note_process(len(started))
     return started
+
+
+@contextlib.contextmanager
+def none_ended(ranks: Sequence[RankProcess]) -> Iterator[None]:
+    """Raise RankEnded in the main thread as soon as one of these ranks ends, which wait to begin.
+
+    It then waits for other hosts, in a call that may take long.
+    """
+
+    def look(*_: object) -> None:
+        for rank in ranks:
+            rank.note_exit()
+            if (failure := rank.failure or rank.suspect) is not None:
+                raise RankEnded(Outcome(failure.exit_code, message=how(failure)), rank.rank)
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        look()
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def kill_ranks(ranks: Sequence[RankProcess]) -> None:

@@ -28,7 +28,7 @@ from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job, nam
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
-from lockstep.launcher.rank_process import RankProcess, fork_ranks, kill_ranks
+from lockstep.launcher.rank_process import RankProcess, fork_ranks, kill_ranks, none_ended
 from lockstep.launcher.starting import StartOfMany
 from lockstep.printable import printable_lines
 from lockstep.status import RunStatus
@@ -101,10 +101,10 @@ def _start(job: Job) -> int:
         processes.check_descriptors(
             _NUM_DESCRIPTORS + (len(ranks) if job.log_dir is not None else 0)
         )
-        host = Host(job)
+        host = Host(job, none_ended(ranks))
         live = Live(status, host.world_size) if is_live else None
         watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
-    except LaunchError:
+    except (LaunchError, Ended):
         kill_ranks(ranks)
         raise
     else:
