@@ -36,6 +36,11 @@ _ANY_PORT = 29500  # torch's own default
 _LEAST_SECONDS = 5.0  # to meet, once the store is there
 _HEAR_SECONDS = 1.0  # for other hosts to read why this one gives up
 _POLL_SECONDS = 0.05
+# The descriptors that a launcher opens: the signals' pipe (2), the selector, and /proc with a file
+# in it, besides logs. Alone: the ranks' store. To meet: the agreement's pipe (2), the connection to
+# the store, and two to find it. To keep the store: what torch has for it, the other launchers'
+# connections (each twice), and those of all ranks.
+_NUM_OWN, _NUM_ALONE, _NUM_TO_MEET, _NUM_TO_KEEP = 5, 1, 5, 10
 
 
 class Host:
@@ -64,6 +69,8 @@ class Host:
         self._number, self._num_hosts = 0, 1
         self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
         self._has_come = False  # whether other hosts know of this one
+        logs = job.num_ranks if job.log_dir is not None else 0
+        self._num_descriptors = _NUM_OWN + logs  # that are to be opened after this
         if job.meeting is None:
             first = self._alone(job.num_ranks)
         else:
@@ -88,6 +95,7 @@ class Host:
         # Any user of this host could write to a store at a port. The ranks have one in a nameless
         # file instead, which is open in this process alone: see use_store_of_run(). The port is
         # for programs that open something there themselves.
+        processes.check_descriptors(_NUM_ALONE + self._num_descriptors)
         path = f"/proc/{os.getpid()}/fd/{memory_file('lockstep-store')}"
         run_id = uuid.uuid4().hex
         return Placement(Starter.LOCKSTEP, 0, size, 0, size, _free_port(), run_id, path)
@@ -95,6 +103,10 @@ class Host:
     def _meet(self, meeting: Meeting, size: int) -> Placement:
         """The placement of the first rank on this host of several."""
         self._num_hosts, deadline = meeting.num_hosts, Deadline(meeting.timeout_seconds)
+        number = self._num_descriptors + _NUM_TO_MEET
+        if meeting.host in (0, None):
+            number += _NUM_TO_KEEP + 2 * (meeting.num_hosts - 1)
+        processes.check_descriptors(number)
         company = Company(meeting)
         # Held open as long as this is; of the others, the client has no threads.
         self._endpoint = endpoint = reach_endpoint(meeting, deadline, company)
@@ -114,6 +126,8 @@ class Host:
             if isinstance(error, NoAnswer):
                 why = f"of the store there, {error}. Is its launcher suspended, or the network cut?"
             raise LaunchError(f"The hosts couldn't meet at {meeting.endpoint}: {why}") from error
+        if endpoint.is_held:  # ranks beyond the limit would wait for their connections
+            processes.check_descriptors(sum(sizes) + self._num_descriptors)
         patience_seconds, lines = meeting.host_timeout_seconds, self._lines
         self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
         self.notice = self._agreement.notice

@@ -207,7 +207,7 @@ def check_descriptors(number: int) -> None:
     except OSError as error:
         raise LaunchError(
             f"The launcher can't open the {number} files and connections that it needs besides "
-            f"those to the ranks, but {len(opened)}: {error.strerror}. Nothing was begun. Ask for "
+            f"those it has, but {len(opened)}: {error.strerror}. Nothing was begun. Ask for "
             f"fewer ranks, or raise the limit on open files, which is "
             f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n)."
         ) from error

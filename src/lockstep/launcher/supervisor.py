@@ -38,8 +38,6 @@ if TYPE_CHECKING:  # it imports torch
 
 _READ_BYTES = 1 << 16
 _MOST_DRAINS = 100  # each empties a pipe
-# Of the store, the signals' pipe and the selector, and some to look at processes.
-_NUM_DESCRIPTORS = 24
 
 
 def main() -> int:
@@ -98,9 +96,6 @@ def _start(job: Job) -> int:
     guardian = processes.Guardian([rank.pid for rank in ranks])
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        processes.check_descriptors(
-            _NUM_DESCRIPTORS + (len(ranks) if job.log_dir is not None else 0)
-        )
         host = Host(job, none_ended(ranks))
         live = Live(status, host.world_size) if is_live else None
         watch = _Watch(job, host, ranks, {*spare, guardian.pid}, live)
