@@ -290,6 +290,14 @@ def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
     assert lockstep.init().process_group is not None  # and nothing of it is left
 
 
+def test_interfaces_that_nccl_does_not_have_are_told_of_before_ranks_connect(monkeypatch) -> None:
+    torch_variables(monkeypatch, 0, 1, free_port())
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=nope")
+    monkeypatch.setattr(world_module, "_uses_nccl", lambda *_: True)
+    with pytest.raises(errors.BackendUnavailable, match=r"On rank 0: NCCL_SOCKET_IFNAME=.*has lo"):
+        lockstep.init()
+
+
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch whose NCCL fails")
 def test_without_nccl_it_says_why_and_goes_on_with_gloo(monkeypatch, caplog) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())

@@ -33,6 +33,7 @@ from lockstep.world.devices import (
     usable_device,
 )
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment, gloo_interfaces
+from lockstep.world.nccl import check_nccl_interfaces
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun
 from lockstep.world.rendezvous import ask, claim, first_line, meet, roll_call
@@ -318,6 +319,8 @@ def _agreed_device(
     try:
         device = usable_device(place, local, wanted.device, wanted.backend)
         device = carried_device(device, wanted.backend, is_chosen=wanted.device is None)
+        if _uses_nccl(wanted.backend or choose_backend(device), device):
+            check_nccl_interfaces(os.environ, addresses())
     except BackendUnavailable as error:
         trouble = str(error)
     note = json.dumps([device.type, wanted.device is None, trouble])
@@ -335,6 +338,10 @@ def _agreed_device(
     return device
 
 
+def _uses_nccl(backend: str, device: torch.device) -> bool:
+    return "nccl" in backend and device.type == "cuda"
+
+
 def _create_group(
     place: Placement, device: torch.device, wanted: _Wanted, store: dist.Store
 ) -> None:
@@ -345,7 +352,7 @@ def _create_group(
 
     def create(backend: str, store: dist.Store) -> None:
         options: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-        if "nccl" in backend and device.type == "cuda":
+        if _uses_nccl(backend, device):
             options["device_id"] = device  # NCCL connects now, so that it fails here if it does
         try:
             dist.init_process_group(backend, store=store, timeout=wanted.timeout, **options)
