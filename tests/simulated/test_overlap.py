@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.optim.arriving import ArrivingParameter
+from lockstep.optim.flat import FlatParameters
 from tests.simulated import cuda
 
 pytestmark = pytest.mark.forks
@@ -70,6 +71,38 @@ def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float
 def test_each_stream_that_reads_parameters_waits_for_their_update(joins_late: bool) -> None:
     for first, *others in lockstep.launch(read_on_three_streams, 2, (joins_late,)):
         assert others == [first] * 2
+
+
+def moved_to_memory_of_another_stream(world: lockstep.World) -> list[float]:
+    """The least and greatest element of a parameter whose data another stream has made."""
+    model, step = sharded(world)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    take_back = FlatParameters.take_back
+
+    def take_back_and_go_on(flat: FlatParameters) -> bool:
+        is_taken = take_back(flat)
+        with torch.cuda.stream(side):  # takes the memory of what was replaced, if it is free
+            for _ in range(3):
+                torch.full((64, 64), 9.0, device=world.device)
+        side.synchronize()
+        return is_taken
+
+    FlatParameters.take_back = take_back_and_go_on  # type: ignore[method-assign]
+    model.weight.grad = torch.zeros_like(model.weight)
+    torch.cuda.synchronize()
+    with cuda.delayed("lazy,0"):
+        with torch.cuda.stream(side):
+            data = torch.full((64, 64), 5.0, device=world.device)
+        main.wait_stream(side)
+        model.weight.data = data
+        del data
+        step()
+    return [model.weight.min().item(), model.weight.max().item()]
+
+
+def test_data_of_another_stream_is_copied_before_its_memory_is_used_again() -> None:
+    for found in lockstep.launch(moved_to_memory_of_another_stream, 2):
+        assert found == [5.0, 5.0]
 
 
 def read_of_another(world: lockstep.World, name: str) -> list[float]:

@@ -194,7 +194,10 @@ class FlatParameters:
             return False
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
+                data = parameter.detach()
+                view.copy_(data)
+                if data.device.type != "cpu":  # or its own stream uses the memory again too early
+                    data.record_stream(torch.accelerator.current_stream(data.device))
                 parameter.data = _with_storage_of_its_own(view)
                 self._storages[index] = parameter.untyped_storage()
         return True
