@@ -52,5 +52,21 @@ def pairs(names: str, *values: Iterable[object]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize([name.strip() for name in names.split(",")], cases)
 
 
+def in_turn(names: str, cases: Iterable[object], ways: Sequence[object]) -> pytest.MarkDecorator:
+    """Parametrize a test with each case in each way; ``make test`` takes the ways in turn.
+
+    Args:
+        names: Of the case and of the way, separated by a comma.
+        cases: Each is tried in ``make test`` once.
+        ways: In which a case is tried.
+    """
+    found = []
+    for index, case in enumerate(cases):
+        for place, way in enumerate(ways):
+            is_soon = place == index % len(ways)
+            found.append(pytest.param(case, way, marks=[] if is_soon else [pytest.mark.long]))
+    return pytest.mark.parametrize([name.strip() for name in names.split(",")], found)
+
+
 def _pairs_in(case: Sequence[object]) -> set[object]:
     return set(itertools.combinations(((place, id(value)) for place, value in enumerate(case)), 2))

@@ -302,7 +302,7 @@ def test_only_world_reads_the_environment() -> None:
     for module in MODULES:
         path, package = FILES[module], package_of(module)
         text = path.read_text()
-        if package == "world":
+        if package == "world" or "env" not in text:  # taking it apart takes long
             continue
         uses = set(re.findall(r"environ(?:\.get\(|\[)([^\])]*)", ast.unparse(ast.parse(text))))
         assert "getenv" not in text, path

@@ -42,6 +42,7 @@ def output_of(start: list[str], program: str, *options: str) -> str:
         pytest.param(THREE_RANKS, 3, id="three ranks", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_synchronous_sgd(start: list[str], num_ranks: int) -> None:
     output = output_of(start, "synchronous_sgd.py", "--epochs", "2")
     losses = [float(loss) for loss in re.findall(r"epoch \d+: mean loss ([\d.]+)", output)]

@@ -29,6 +29,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
+@pytest.mark.true_start
 def test_bench_measures_every_size_in_every_round() -> None:
     done = bench("--ranks", "2", "--sizes", "1KiB,1MiB", "--rounds", "2", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -47,7 +48,6 @@ def test_bench_measures_every_size_in_every_round() -> None:
     assert "measuring all_reduce, 2 ranks, 1 MiB" in done.stderr
 
 
-@pytest.mark.true_start
 def test_bench_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     operations = ["broadcast", "all_gather", "reduce_scatter"]
@@ -85,10 +85,13 @@ def test_bench_refuses_what_makes_no_sense(
     assert said in capsys.readouterr().err
 
 
-def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_has_room_or_the_reason_is_told() -> None:
     assert command.reason_to_skip(1024, 2) == ""
     assert "no room" in command.reason_to_skip(2**50, 2)
 
+
+@pytest.mark.long
+def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(num_bytes: int, num_ranks: int) -> str:
         return "there is no room" if num_bytes > 1024 else ""
 

@@ -176,7 +176,8 @@ def test_an_interrupted_epoch_goes_on_at_any_number_of_ranks(plan: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "start", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+    "start",
+    ["fork", *(pytest.param(start, marks=pytest.mark.long) for start in ("spawn", "forkserver"))],
 )
 def test_augmentations_are_the_same_at_any_number_of_ranks_and_workers(start: str) -> None:
     def body(rank: int, group: dist.ProcessGroup, workers: int = 0) -> list[Any]:

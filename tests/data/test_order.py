@@ -46,11 +46,15 @@ def test_a_computed_order_has_each_number_once(length: int, seed: int) -> None:
     )
 
 
-def test_computed_orders_are_spread_evenly(computed: None) -> None:
+@pytest.mark.long
+def test_each_order_is_computed_as_often(computed: None) -> None:
     # Of the 24 orders of four numbers, each is to come as often. The bound is that of chi-square
     # with 23 degrees of freedom at a chance of 1e-6.
     found = Counter(tuple(Order(4, seeded(seed))[:].tolist()) for seed in range(4800))
     assert sum((found[each] - 200) ** 2 / 200 for each in itertools.permutations(range(4))) < 69
+
+
+def test_computed_orders_are_spread_evenly(computed: None) -> None:
     # Numbers next to each other come from anywhere: no correlation with the place, or each other.
     numbers = Order(200_000, seeded(1))[:].double()
     places = torch.arange(200_000).double()

@@ -250,7 +250,9 @@ def test_launch_that_is_interrupted_leaves_nothing(
     assert bench.processes() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_ended_caller_leaves_nothing(
     bench: Bench, caller: subprocess.Popen[str], number: signal.Signals
 ) -> None:

@@ -213,11 +213,15 @@ def test_help_answers_without_torch() -> None:
     assert "lockstep run -n 2 train.py" in done.stdout
 
 
-def test_ranks_have_the_interpreters_options(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [(["-P"], "0 True"), pytest.param(["-OO", "-P"], "2 True", marks=pytest.mark.long)],
+)
+def test_ranks_have_the_interpreters_options(bench: Bench, options: list[str], flags: str) -> None:
     script = bench.script("import sys; print(sys.flags.optimize, sys.flags.safe_path)")
-    command = [sys.executable, "-OO", "-P", "-m", "lockstep", "run", "-n", "1", script]
+    command = [sys.executable, *options, "-m", "lockstep", "run", "-n", "1", script]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout == "[rank 0] 2 True\n"
+    assert run.stdout == f"[rank 0] {flags}\n"
 
 
 def test_version(bench: Bench) -> None:

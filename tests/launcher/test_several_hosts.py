@@ -71,6 +71,7 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.true_start
+@pytest.mark.long
 def test_hosts_number_their_ranks_one_after_the_other(bench: Bench) -> None:
     first, second = start_hosts(bench, ALL_REDUCE, ranks=(1, 2))
     out, err = first.communicate(timeout=60)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
+from tests.counts import in_turn
 from tests.nn.test_parallelize import net, parts
 
 OurDDP = lockstep.DistributedDataParallel
@@ -43,9 +44,10 @@ def compiled_inside(model: nn.Module, backend: str) -> nn.Module:
     return wrapper
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "compiled", [compiled_first, compiled_last, compiled_in_place, compiled_inside]
+@in_turn(
+    "compiled, backend",
+    [compiled_first, compiled_last, compiled_in_place, compiled_inside],
+    ["aot_eager", "eager"],
 )
 def test_a_compiled_model(compiled: Callable[..., nn.Module], backend: str) -> None:
     check_compiled(compiled, backend)

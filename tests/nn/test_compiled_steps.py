@@ -407,7 +407,12 @@ def compiled_inside(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "compiles_step"),
-    [(compiled, False), (compiled, True), (compiled_in_place, False), (compiled_inside, False)],
+    [
+        (compiled, False),
+        pytest.param(compiled, True, marks=pytest.mark.long),
+        (compiled_in_place, False),
+        (compiled_inside, False),
+    ],
 )
 def test_compiled_replicas(make: Callable[[nn.Module], nn.Module], compiles_step: bool) -> None:
     model = make(Net())

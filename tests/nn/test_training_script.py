@@ -173,7 +173,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return results_of(tmp_path_factory.mktemp("theirs") / "run", THEIRS, "gloo")
 
 
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.long
 def test_a_script_for_torchs_wrapper_gives_the_same_with_ours(
     backend: str, theirs: list[dict], tmp_path: Path
 ) -> None:

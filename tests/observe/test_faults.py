@@ -295,6 +295,7 @@ print("trained")
 
 
 @pytest.mark.forks
+@pytest.mark.long
 def test_a_run_on_a_full_disk_ends_well(tmp_path: Path) -> None:
     """Its trace, its logs and the ranks' output are recorded as far as there is room."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:

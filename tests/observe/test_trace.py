@@ -166,6 +166,7 @@ def test_the_command_traces_a_script(tmp_path: Path, script: Path, loader: str) 
     assert not {(pid, tid) for pid, tid in names if tid in (0, pid)} - {(0, 0), (1, 1)}
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_leaves_its_steps(tmp_path: Path, script: Path) -> None:
     folder = tmp_path / "trace"
     done = run(script, folder, "die")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep.optim.state import decoded, encoded
+from tests.counts import in_turn, some
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
 
@@ -413,8 +414,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["threads", "shm"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@in_turn("program, backend", PROGRAMS, ["threads", "shm"])
 def test_a_program_has_the_same_bits(program: Program, backend: str) -> None:
     check_same_bits(program, backend=backend)
 
@@ -428,7 +428,8 @@ def test_gloo_has_the_same_bits() -> None:
     check_same_bits(with_groups, backend="gloo")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.shortened
+@pytest.mark.parametrize("program", some(PROGRAMS, 0))
 def test_a_program_has_the_same_bits_if_it_overlaps(program: Program, monkeypatch: Any) -> None:
     monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     check_same_bits(program, backend="gloo", overlap=True)

@@ -182,6 +182,6 @@ def test_a_program_finds_the_same() -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
-        max_examples=num_examples(600, 40),
+        max_examples=num_examples(600, 20),
     )
     how(check)()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep.errors import CollectiveFailed, ModelError
+from tests.counts import in_turn
 from tests.nn.models import Digits, Unused
 from tests.optim.test_sharded_programs import adamw, check_same_bits, losses, train
 from tests.ranks import run_ranks
@@ -100,8 +101,7 @@ def run(kind: Callable[[Any], Optimizer]) -> Any:
     return program
 
 
-@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("kind, backend", KINDS, ["threads", "shm", "gloo"])
 def test_what_reads_the_parameters_themselves_has_the_same_bits(kind: Any, backend: str) -> None:
     check_same_bits(run(kind), Unused, backend=backend)
 
