@@ -35,16 +35,7 @@ def measure(loader: str, length: int, shuffle: bool) -> None:
     import torch
 
     import lockstep
-
-    class Numbers(torch.utils.data.Dataset[int]):
-        def __init__(self, length: int) -> None:
-            self.length = length
-
-        def __len__(self) -> int:
-            return self.length
-
-        def __getitem__(self, index: int) -> int:
-            return index
+    from tests.data.numbers import Numbers
 
     kind: Any = lockstep.DataLoader if loader == LOADERS[0] else torch.utils.data.DataLoader
     next(iter(kind(Numbers(100), 8, shuffle=True)))  # what is imported when it is first used

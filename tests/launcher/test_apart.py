@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import lockstep
 from tests.launcher.bench import Bench
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 
 APART = "Nothing keeps the parameters of this SGD in step"
 OPTIONS = "The options of this SGD differ between the ranks"

@@ -12,7 +12,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import ModelMismatch
 from tests.counts import pairs
-from tests.nn.test_parallelize import BOTH
+from tests.nn.parallel import BOTH
 from tests.ranks import run_ranks
 
 Change = Callable[[nn.Module, int, int], None]

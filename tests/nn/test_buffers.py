@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ModelError
-from tests.nn.test_parallelize import BOTH
+from tests.nn.parallel import BOTH
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 

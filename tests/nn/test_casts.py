@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep
 from tests.counts import pairs
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 import lockstep
 from lockstep import errors
-from tests.nn.test_parallelize import BOTH, in_place, net, parts
+from tests.nn.parallel import BOTH, in_place, net, parts
 from tests.ranks import run_ranks
 
 

@@ -21,9 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from tests.nn import test_parallelize
+from tests.nn import parallel
+from tests.nn.parallel import parts
 from tests.nn.test_comm_hooks import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
-from tests.nn.test_parallelize import parts
 from tests.ranks import run_ranks
 from tests.same import gradients_of
 
@@ -185,7 +185,7 @@ def check_branches(hook: Callable[..., Any]) -> None:
     def body(world: lockstep.World) -> list[list[torch.Tensor | None]]:
         seen = []
         for wrap in (OurDDP, TorchDDP):
-            model = wrap(test_parallelize.net(), find_unused_parameters=True, bucket_cap_mb=0.0003)
+            model = wrap(parallel.net(), find_unused_parameters=True, bucket_cap_mb=0.0003)
             model.register_comm_hook(dist.group.WORLD, hook)
             for step in steps:
                 model.zero_grad()

@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from tests.counts import in_turn
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 
 OurDDP = lockstep.DistributedDataParallel
 

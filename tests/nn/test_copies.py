@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from tests.nn.models import saved_and_loaded
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 

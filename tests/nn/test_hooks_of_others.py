@@ -14,8 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ModelError
-from tests.nn.test_parallelize import net, parts
-from tests.nn.test_refusals import in_place, wrapped
+from tests.nn.parallel import in_place, net, parts, wrapped
 from tests.ranks import run_ranks
 
 with warnings.catch_warnings():

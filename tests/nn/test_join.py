@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import ModelError
-from tests.nn.test_parallelize import net
+from tests.nn.parallel import net
 from tests.ranks import run_ranks
 
 OurDDP = lockstep.DistributedDataParallel

@@ -18,7 +18,7 @@ from torch import nn
 
 import lockstep
 from tests.counts import pairs
-from tests.nn.test_parallelize import in_place, net, parts, wrapped
+from tests.nn.parallel import in_place, net, parts, wrapped
 from tests.ranks import run_ranks
 from tests.same import assert_same
 

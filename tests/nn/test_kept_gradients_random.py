@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.errors import CollectiveFailed
-from tests.nn.test_parallelize import in_place, net, parts, wrapped
+from tests.nn.parallel import in_place, net, parts, wrapped
 from tests.ranks import run_ranks
 from tests.same import assert_same
 

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import lockstep
 from lockstep.errors import RankFailed
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 
 OVERFLOWS = 2  # the step
 

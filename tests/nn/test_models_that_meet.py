@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.nn.autograd import is_any_reached
-from tests.nn.test_parallelize import in_place
+from tests.nn.parallel import in_place
 from tests.nn.test_several_models import assert_close
 from tests.ranks import run_ranks
 from tests.same import gradients_of

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 
 

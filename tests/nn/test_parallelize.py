@@ -15,57 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from tests.nn.models import Refusing, build
+from tests.nn.parallel import BOTH, Net, net, parts, wrapped
 from tests.ranks import run_ranks
-
-
-class Net(nn.Module):
-    """Two layers, a middle to call, a counter to set, and branches to leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.second = nn.Linear(6, 3)
-        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-        self.count = 0
-
-    def forward(self, x: torch.Tensor, branch: int | None = None) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        out = self.second(hidden)
-        return out if branch is None else out + self.branches[branch](hidden)
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.first(x))
-
-
-def wrapped(model: nn.Module, group: dist.ProcessGroup, **options: object) -> nn.Module:
-    return lockstep.DistributedDataParallel(model, process_group=group, **options)
-
-
-def in_place(model: nn.Module, group: dist.ProcessGroup, **options: object) -> nn.Module:
-    return lockstep.parallelize(model, process_group=group, **options)
-
-
-BOTH = pytest.mark.parametrize("parallel", [wrapped, in_place])
-
-
-def _build_net() -> Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Net().double()
-
-
-_NET = _build_net()
-
-
-def net() -> Net:
-    """The same network every time, on every rank. (Ranks, as threads, share torch's seed.)"""
-    return copy.deepcopy(_NET)
-
-
-def parts(world_size: int, rows: int = 4) -> torch.Tensor:
-    """The same data every time, a part for each rank."""
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(world_size, rows, 4, dtype=torch.float64, generator=generator)
 
 
 @BOTH

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep import errors
-from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
+from tests.nn.parallel import BOTH, in_place, net, parts, wrapped
 from tests.ranks import Backend, run_ranks
 
 

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.grad.bucket import num_facts
 from lockstep.nn import autograd
 from lockstep.nn.backward import engines_with
-from tests.nn.test_parallelize import BOTH, in_place, net, parts, wrapped
+from tests.nn.parallel import BOTH, in_place, net, parts, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import assert_same, gradients_of
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.grad.comm_hook import GradBucket
-from tests.nn.test_parallelize import BOTH, wrapped
+from tests.nn.parallel import BOTH, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 # Older torch says so once.

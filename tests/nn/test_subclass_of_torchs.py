@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import AlreadyParallel
+from tests.nn.parallel import net, parts
 from tests.nn.test_drop_in import mean_gradients
-from tests.nn.test_parallelize import net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 

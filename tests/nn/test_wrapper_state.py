@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import lockstep
 from lockstep.errors import ModelError
 from tests.nn.models import saved_and_loaded
-from tests.nn.test_parallelize import Net, net, parts
+from tests.nn.parallel import Net, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same
 

@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.comm.shm.one_copy import OneCopy, name_of
 from tests.counts import pairs
-from tests.nn.test_parallelize import net, parts
+from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same
 
