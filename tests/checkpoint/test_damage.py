@@ -36,7 +36,7 @@ from lockstep.folders import Folder
 from tests.checkpoint.test_round_trips import same, states_of, trained
 from tests.counts import num_examples
 from tests.nn.models import Digits
-from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.optim.optimizers import OPTIMIZERS
 from tests.ranks import make_group, run_ranks
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from lockstep.checkpoint.folder import Manifest
 from lockstep.checkpoint.loading import _read_random_states
 from tests.checkpoint.test_round_trips import same, states_of, trained
 from tests.nn.models import Digits
-from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import Processes, processes
 from tests.ranks import run_ranks
 

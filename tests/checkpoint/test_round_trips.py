@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import lockstep
 from tests.counts import num_examples, some
 from tests.nn.models import Digits, Layers, Shared
-from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.optim.optimizers import OPTIMIZERS
 from tests.ranks import run_ranks
 
 DTYPES = [

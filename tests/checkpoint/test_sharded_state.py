@@ -29,7 +29,7 @@ from lockstep.optim import PartialTensor
 from tests.checkpoint.test_round_trips import same, states_of, train, trained
 from tests.counts import some
 from tests.nn.models import Digits, Empty, Strided, Unused
-from tests.optim.test_shard_optimizer import OPTIMIZERS
+from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import Processes, processes
 
 PARTIAL = DefaultLoadPlanner(allow_partial_load=True)

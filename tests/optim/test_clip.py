@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import lockstep
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
 
 

@@ -14,8 +14,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
 from tests.nn.models import Digits
+from tests.optim.programs import adamw, losses
 from tests.optim.test_deferred_gradients import BACKENDS, sharded
-from tests.optim.test_sharded_programs import adamw, losses
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 import lockstep
 from lockstep.grad import bucket_of, pending_bucket_of
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
 
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])

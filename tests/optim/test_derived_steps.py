@@ -16,7 +16,7 @@ from lockstep.optim.known import known_base
 from lockstep.optim.probe import Outcome, Verdict, probe
 from tests.counts import pairs
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import check_same_bits, losses, train
+from tests.optim.programs import check_same_bits, losses, train
 from tests.ranks import run_ranks
 
 

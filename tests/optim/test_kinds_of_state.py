@@ -15,8 +15,8 @@ from torch import nn
 import lockstep
 from tests.checkpoint.test_round_trips import same
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import check_same_bits, train
-from tests.optim.test_whole_parameters import Plain
+from tests.optim.optimizers import Plain
+from tests.optim.programs import check_same_bits, train
 from tests.ranks import run_ranks
 
 

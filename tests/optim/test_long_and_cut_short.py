@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from tests.comm.test_shm_processes import run
-from tests.optim.test_sharded_programs import adamw
+from tests.optim.programs import adamw
 from tests.ranks import run_ranks
 
 KILLED = """

@@ -20,7 +20,7 @@ from lockstep.comm.shm import one_copy as module
 from lockstep.comm.shm.memory import Segment
 from lockstep.comm.shm.one_copy import OneCopy, name_of
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
 
 PAGE = 4096

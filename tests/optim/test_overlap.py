@@ -22,8 +22,8 @@ from lockstep.grad import ScatteredBucket, bucket_of
 from lockstep.optim.arriving import ArrivingParameter
 from tests.counts import some
 from tests.nn.models import Digits
-from tests.optim.test_shard_optimizer import OPTIMIZERS
-from tests.optim.test_sharded_programs import adamw, losses
+from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
 
 

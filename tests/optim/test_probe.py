@@ -20,8 +20,8 @@ import lockstep
 from lockstep.errors import ModelError
 from lockstep.optim.probe import Outcome, probe
 from tests.nn.models import Digits, Unused
-from tests.optim.test_sharded_programs import train
-from tests.optim.test_whole_parameters import KINDS, Plain, ScheduleFree
+from tests.optim.optimizers import KINDS, Plain, ScheduleFree
+from tests.optim.programs import train
 from tests.ranks import run_ranks
 
 

@@ -19,8 +19,8 @@ from lockstep.errors import CollectiveMismatch, ModelError
 from lockstep.optim import repeats
 from lockstep.optim.sharded_optimizer import sharding_of
 from tests.nn.models import Digits, Unused
-from tests.optim.test_sharded_programs import check_same_bits, losses, train
-from tests.optim.test_whole_parameters import Plain
+from tests.optim.optimizers import Plain
+from tests.optim.programs import check_same_bits, losses, train
 from tests.ranks import run_ranks
 
 

@@ -17,7 +17,8 @@ from lockstep.checkpoint import ShardedState
 from lockstep.comm.hosts import HostsCollectives, Network
 from tests.comm.test_hosts import run_hosts
 from tests.nn.models import Digits
-from tests.optim.test_shard_optimizer import OPTIMIZERS, train
+from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.test_shard_optimizer import train
 
 
 def test_parameters_have_the_bits_of_an_unsharded_optimizer() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,28 +18,10 @@ import lockstep
 from lockstep.errors import ModelError
 from tests.counts import pairs
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
-from tests.optim.test_sharded_programs import adamw, losses
-from tests.optim.test_sharded_programs import train as train_steps
+from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.programs import adamw, losses
+from tests.optim.programs import train as train_steps
 from tests.ranks import run_ranks
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "Adamax": lambda p: torch.optim.Adamax(p),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "ASGD": lambda p: torch.optim.ASGD(p),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-}
 
 
 class Flat(nn.Module):

@@ -22,8 +22,8 @@ from lockstep.errors import (
     PeerLost,
 )
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, losses
-from tests.optim.test_sharded_programs import train as train_steps
+from tests.optim.programs import adamw, losses
+from tests.optim.programs import train as train_steps
 from tests.ranks import run_ranks
 
 

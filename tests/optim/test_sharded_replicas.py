@@ -10,7 +10,7 @@ from torch import nn
 
 import lockstep
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, check_same_bits
+from tests.optim.programs import adamw, check_same_bits
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -13,8 +13,8 @@ import lockstep
 from lockstep.optim.probe import probe
 from tests.counts import pairs
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import adamw, check_same_bits, losses
-from tests.optim.test_whole_parameters import Plain
+from tests.optim.optimizers import Plain
+from tests.optim.programs import adamw, check_same_bits, losses
 
 CLOSURES = {"by position": True, "by name": False}
 

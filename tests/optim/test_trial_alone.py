@@ -14,7 +14,7 @@ from torch.distributed import all_gather as gather_everywhere
 import lockstep
 from lockstep.optim.probe import Outcome, probe
 from tests.nn.models import Digits
-from tests.optim.test_whole_parameters import Plain
+from tests.optim.optimizers import Plain
 
 NOTES: list[int] = []
 MANY: list[Any] = [[number] for number in range(10_000)]

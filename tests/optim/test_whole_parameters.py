@@ -17,78 +17,9 @@ import lockstep
 from lockstep.errors import CollectiveFailed, ModelError
 from tests.counts import in_turn
 from tests.nn.models import Digits, Unused
-from tests.optim.test_sharded_programs import adamw, check_same_bits, losses, train
+from tests.optim.optimizers import KINDS, Plain, ScheduleFree
+from tests.optim.programs import adamw, check_same_bits, losses, train
 from tests.ranks import run_ranks
-
-
-class Plain(torch.optim.SGD):
-    """A step of one's own, over the parameters of the groups."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, lr=lr)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.update(parameter, group["lr"])
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        if parameter.grad is not None:
-            parameter.add_(parameter.grad, alpha=-lr)
-
-
-class Replacing(Plain):
-    """It gives parameters other data, as older code does."""
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        if parameter.grad is not None:
-            parameter.data = parameter.data - lr * parameter.grad.data
-
-
-class ByAttribute(Plain):
-    """It treats parameters by an attribute that the program has set."""
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        super().update(parameter, lr * getattr(parameter, "lr_scale", 1.0))
-
-
-class Trained(Plain):
-    """It asks whether a parameter is trained, and decays those that have no gradient too."""
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        if parameter.requires_grad:
-            gradient = parameter.grad
-            parameter.mul_(0.99)
-            parameter.sub_(torch.zeros_like(parameter) if gradient is None else gradient * lr)
-
-
-class ByParameter(Plain):
-    """It has dictionaries by parameter, and by its id."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        every = [p for group in self.param_groups for p in group["params"]]
-        self.scales = {p: 1 / (1 + index) for index, p in enumerate(every)}
-        self.places = {id(p): index for index, p in enumerate(every)}
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        super().update(parameter, lr * self.scales[parameter] * 0.9 ** self.places[id(parameter)])
-
-
-class Clamped(torch.optim.Adam):
-    """It changes the parameters after the step of its base class."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.clamp_(-0.1, 0.1)
-        return result
-
-
-KINDS = [Plain, Replacing, ByAttribute, Trained, ByParameter, Clamped]
 
 
 def run(kind: Callable[[Any], Optimizer]) -> Any:
@@ -176,34 +107,6 @@ def forgetting(model: nn.Module, shard: Any, rank: int) -> None:
 
 def test_state_may_be_forgotten() -> None:
     check_same_bits(forgetting)
-
-
-class ScheduleFree(Plain):
-    """It has parameters for training and others, their average, for evaluation."""
-
-    def update(self, parameter: nn.Parameter, lr: float) -> None:
-        super().update(parameter, lr)
-        state = self.state[parameter]
-        if "mean" not in state:
-            state["mean"] = parameter.clone()
-        state["mean"].lerp_(parameter, 0.5)
-
-    def eval(self) -> None:
-        self._swap()
-
-    def train(self) -> None:
-        self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                mean = self.state[parameter]["mean"]
-                mean.copy_(parameter.clone().copy_(parameter), non_blocking=False)
-                parameter.copy_(mean.mul(0.5))
-
-    def num_averaged(self) -> int:
-        return len(self.state)
 
 
 def evaluating(model: nn.Module, shard: Any, rank: int) -> list[Any]:

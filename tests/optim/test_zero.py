@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from tests.nn.models import Digits
-from tests.optim.test_sharded_programs import losses
+from tests.optim.programs import losses
 from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
