@@ -59,6 +59,43 @@ MAX_LINES_OF_A_FILE = 500
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN: dict[str, str] = {}
 
+TESTS = Path(__file__).parent
+
+# Tests that import other tests, which are to go: whoever mends one takes it off this list.
+STILL_IMPORT_TESTS = {
+    "checkpoint/test_damage.py",
+    "check/test_check.py",
+    "checkpoint/test_mutations.py",
+    "checkpoint/test_resuming.py",
+    "checkpoint/test_sharded_state.py",
+    "clients/test_libraries.py",
+    "comm/test_message_failures.py",
+    "comm/test_shm_memory.py",
+    "comm/test_shm_passed_on.py",
+    "comm/test_threads_rendezvous.py",
+    "data/test_loader_refusals.py",
+    "gpu/test_data_parallel_backward.py",
+    "gpu/test_data_parallel_memory.py",
+    "grad/test_reducer_waits.py",
+    "nn/replicas/test_data_parallel_backward.py",
+    "nn/replicas/test_data_parallel_uses.py",
+    "nn/replicas/test_primitives_as_torchs.py",
+    "nn/test_comm_hook_calls.py",
+    "nn/test_failed_in_sub_group.py",
+    "nn/test_generic_join.py",
+    "nn/test_lone_backwards.py",
+    "nn/test_models_that_meet.py",
+    "nn/test_properties_of_several.py",
+    "nn/test_subclass_of_torchs.py",
+    "nn/test_sync_batch_norm_derivatives.py",
+    "nn/test_wrapper_again.py",
+    "nn/test_wrapper_as_torchs.py",
+    "optim/test_deferred_failures.py",
+    "optim/test_kinds_of_state.py",
+    "optim/test_long_and_cut_short.py",
+    "optim/test_several_hosts.py",
+}
+
 FILES = {
     ".".join(("lockstep", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
@@ -176,6 +213,23 @@ def test_packages_import_each_other_by_their_faces() -> None:
 
 
 LAZY = [module for module, path in FILES.items() if path.with_suffix(".pyi").exists()]
+
+
+def test_no_test_imports_another() -> None:
+    """What several of them need is in a module of its own, which has no tests."""
+    found = set()
+    for path in sorted(TESTS.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+        if any(re.match(r"tests\.(\w+\.)*test_", name) for name in names):
+            found.add(str(path.relative_to(TESTS)))
+    assert not found - STILL_IMPORT_TESTS, "move what they import into a module without tests"
+    assert not STILL_IMPORT_TESTS - found, "take them off STILL_IMPORT_TESTS"
 
 
 @pytest.mark.parametrize("package", LAZY)
