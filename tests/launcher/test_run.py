@@ -213,6 +213,7 @@ def test_help_answers_without_torch() -> None:
     assert "lockstep run -n 2 train.py" in done.stdout
 
 
+@pytest.mark.true_start
 @pytest.mark.parametrize(
     ("options", "flags"),
     [(["-P"], "0 True"), pytest.param(["-OO", "-P"], "2 True", marks=pytest.mark.long)],
