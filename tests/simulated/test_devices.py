@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.simulated import cuda
+
 pytestmark = pytest.mark.forks
 
 # Each rank joins the others, makes a model parallel, and trains it; it prints what it is told.
@@ -53,19 +55,20 @@ def told(tmp_path: Path, *plans: dict[str, Any]) -> list[str]:
     return [text for _, text in sorted(map(json.loads, found))]
 
 
+HAS = f"torch can use {cuda.NUM_DEVICES} cuda devices"
 BOTH_WAYS = "backend='cpu:gloo,cuda:nccl'"
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"init": {"device": "cuda:7"}}, ["'cuda:7'", "torch can use 3 cuda devices", "Leave"]),
-        ({"init": {"device": "xpu"}}, ["'xpu'", "torch can use 3 cuda devices", "Leave"]),
+        ({"init": {"device": "cuda:7"}}, ["'cuda:7'", HAS, "Leave"]),
+        ({"init": {"device": "xpu"}}, ["'xpu'", HAS, "Leave"]),
         ({"init": {"device": "cpu", "backend": "nccl"}}, ["'nccl'", "of cuda", "device is cpu"]),
         ({"init": {"device": "cuda", "backend": "shm"}}, ["'shm'", "of cpu", BOTH_WAYS]),
         ({"init": {"device": "cuda", "backend": "cpu:gloo"}}, ["'cpu:gloo'", BOTH_WAYS]),
         ({"group": "nccl", "init": {"device": "cpu"}}, ["tensors of cuda", "device is cpu"]),
-        ({"group": "nccl", "init": {"device": "cuda:9"}}, ["'cuda:9'", "3 cuda devices"]),
+        ({"group": "nccl", "init": {"device": "cuda:9"}}, ["'cuda:9'", HAS]),
     ],
 )
 @pytest.mark.parametrize("is_everywhere", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -92,5 +93,50 @@ def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, d
     expected = two_branches()
     expected(batch(world_size)).square().sum(1).mean().backward()
     for mine in lockstep.launch(gradients, world_size, (wrap, delay)):
+        for own, parameter in zip(mine, expected.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+class TwoDevices(nn.Module):
+    """A model of which each half is on a device of its own, with two streams there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = two_branches(), two_branches()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for half in self.first, self.second:
+            device = half.last.weight.device
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                x = half(x.to(device))
+        return x
+
+
+def gradients_on_two_devices(world: lockstep.World, delay: str) -> list[torch.Tensor]:
+    model = TwoDevices()
+    devices = [torch.device("cuda", number) for number in range(2)]
+    for half, device in zip((model.first, model.second), devices, strict=True):
+        half.to(device)
+        half.side = torch.cuda.Stream(device)
+    torch.cuda.set_device(devices[0])
+    # Ranks can share devices over Gloo.
+    group = torch.distributed.new_group([*range(world.world_size)], backend="gloo")
+    parallel = lockstep.parallelize(model, bucket_cap_mb=0.005, process_group=group)
+    x = batch(world.world_size).chunk(world.world_size)[world.rank].to(devices[0])
+    torch.cuda.synchronize()
+    with cuda.delayed(delay):
+        for _ in range(3):
+            parallel.zero_grad()
+            parallel(x).square().sum(1).mean().backward()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("delay", ["0,5", "5,0", "lazy"])
+def test_gradients_of_two_devices_with_two_streams_each(delay: str) -> None:
+    expected = TwoDevices()
+    expected(batch(2)).square().sum(1).mean().backward()
+    for mine in lockstep.launch(gradients_on_two_devices, 2, (delay,)):
         for own, parameter in zip(mine, expected.parameters(), strict=True):
             torch.testing.assert_close(own, parameter.grad, rtol=1e-10, atol=1e-10)
