@@ -73,10 +73,8 @@ MUTATIONS = {
     ),
     "a broadcast isn't waited for": Mutation(
         "comm/any_group.py",
-        "            try:\n                work.wait()\n            except CollectiveFailed as error:\n"
-        '                error.add_note(f"It was to bring',
-        "            try:\n                pass\n            except CollectiveFailed as error:\n"
-        '                error.add_note(f"It was to bring',
+        "wire, work in self._transfers:\n            try:\n                work.wait()\n",
+        "wire, work in self._transfers:\n            try:\n                pass\n",
         "tests/gpu/test_training.py tests/simulated/test_streams.py",
     ),
     "the mean of a buffer isn't waited for": Mutation(

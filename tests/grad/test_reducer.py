@@ -174,7 +174,7 @@ def test_a_late_gradient_is_an_error_once():
     come(reducer, parameters, 2)
     with pytest.raises(LateGradient, match="'p2' got a gradient"):
         come(reducer, parameters, 2)
-    reducer.give_up()
+    reducer.fail()
     backward(reducer, parameters, [2, 1, 2, 0])
     assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
 
@@ -224,7 +224,7 @@ def test_what_was_scaled_in_a_failed_backward_is_not_scaled_again(numel: int):
     came = order[1 : len(order) * 3 // 4]  # without the first, nothing is launched
     for index in came:
         come(reducer, parameters, index)
-    reducer.give_up()
+    reducer.fail()
     reducer.begin()
     reducer.finish()
     assert [parameters[index].grad[0].item() for index in came] == [index + 1 for index in came]

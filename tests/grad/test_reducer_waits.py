@@ -14,7 +14,7 @@ def test_a_backward_that_failed_is_finished_before_the_next_begins():
     backward(reducer, parameters, [2, 1, 0])
     reducer.begin()
     come(reducer, parameters, 2)
-    reducer.give_up()
+    reducer.fail()
     assert reducer.phase is Phase.FAILED
     group.sizes.clear()
     reducer.begin()

@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import lockstep
-from lockstep.grad import bucket_of, pending_bucket_of
+from lockstep.grad import bucket_of, unsummed_bucket_of
 from tests.nn.models import Digits
 from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
@@ -33,7 +33,7 @@ def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torc
 
 
 def is_pending(model: nn.Module) -> list[bool]:
-    return [pending_bucket_of(parameter) is not None for parameter in model.parameters()]
+    return [unsummed_bucket_of(parameter) is not None for parameter in model.parameters()]
 
 
 @BACKENDS

@@ -191,7 +191,7 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
         buckets = {*(bucket_of(p)[0] for p in model.parameters())}
         assert len(buckets) > 2
         assert {*map(type, buckets)} == {ScatteredBucket}
-        assert all(bucket.are_all_pending() for bucket in buckets)
+        assert all(bucket.are_all_unsummed() for bucket in buckets)
         gradient_of = {n: p.grad for n, p in plain.named_parameters()}
         for bucket in buckets:
             start, stop = bucket.own_range()
@@ -228,7 +228,7 @@ def test_clipping_with_ours_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -
             mine.backward()
             its.backward()
             norm = lockstep.clip_grad_norm_(model.parameters(), 0.01)
-            assert bucket_of(next(model.parameters()))[0].are_all_pending()
+            assert bucket_of(next(model.parameters()))[0].are_all_unsummed()
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
             for each in optimizer, other:
                 each.step()

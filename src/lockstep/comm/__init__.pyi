@@ -1,5 +1,5 @@
-from .any_group import Pending as Pending
 from .any_group import SingleRankGroup as SingleRankGroup
+from .any_group import Started as Started
 from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes

@@ -55,7 +55,7 @@ def waited_seconds() -> float:
     return _waited.seconds
 
 
-class Pending:
+class Started:
     """A collective that ``start`` starts, whose errors name ``operation`` and ranks to blame."""
 
     def __init__(
@@ -100,7 +100,7 @@ def can_average(group: ProcessGroup, device: torch.device) -> bool:
 
 def start_all_reduce(
     group: ProcessGroup, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
-) -> Pending:
+) -> Started:
     """Start combining ``tensor`` over the ranks, in place, and return at once.
 
     Every rank must call it; ``tensor`` may be read or written again after the ``wait()`` of the
@@ -110,7 +110,7 @@ def start_all_reduce(
     options.reduceOp = dist.ReduceOp(op)
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
     start = partial(group.allreduce, tensors, options)
-    return Pending(group, "all_reduce", start, tensor.nbytes)
+    return Started(group, "all_reduce", start, tensor.nbytes)
 
 
 def sum_at(group: ProcessGroup, operation: str, tensor: Tensor) -> None:
@@ -122,10 +122,10 @@ def sum_at(group: ProcessGroup, operation: str, tensor: Tensor) -> None:
         _wait(group, operation, tensor.nbytes, lambda: group.sum_at(operation, tensor))
     else:
         start = partial(group.allreduce, [tensor], dist.AllreduceOptions())  # which sums
-        Pending(group, operation, start, tensor.nbytes).wait()
+        Started(group, operation, start, tensor.nbytes).wait()
 
 
-def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Pending:
+def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Started:
     """Start summing the ranks' ``memory``, of equal parts, and return at once.
 
     Every rank must call it. After the ``wait()`` of the return value, part ``r`` on rank ``r`` is
@@ -136,7 +136,7 @@ def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Pending:
     memory = torch.view_as_real(memory) if memory.is_complex() else memory
     own = memory.view(group.size(), -1)[group.rank()]
     start = partial(group._reduce_scatter_base, own, memory.view(-1), options)
-    return Pending(group, "reduce_scatter", start, memory.nbytes)
+    return Started(group, "reduce_scatter", start, memory.nbytes)
 
 
 def can_share(group: ProcessGroup, device: torch.device) -> bool:
@@ -252,11 +252,11 @@ def all_gather(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     start = partial(group.allgather, [gathered], [tensor])
-    Pending(group, "all_gather", start, tensor.nbytes).wait()
+    Started(group, "all_gather", start, tensor.nbytes).wait()
     return gathered
 
 
-def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Pending:
+def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Started:
     """Start copying each rank's part of ``memory``, of equal ones in rank order, to all ranks.
 
     Every rank must call it; it returns at once.
@@ -265,7 +265,7 @@ def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Pending:
     own = memory.view(group.size(), -1)[group.rank()]
     # Of a list of outputs, NCCL would make one tensor first, as large as all of them.
     start = partial(group._allgather_base, memory.view(-1), own, AllgatherOptions())
-    return Pending(group, "all_gather", start, own.nbytes)
+    return Started(group, "all_gather", start, own.nbytes)
 
 
 def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
@@ -374,12 +374,12 @@ class TensorBroadcast:
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group, self._source = group, source
-        self._transfers: list[tuple[list[Tensor], Tensor, Pending]] = []
+        self._transfers: list[tuple[list[Tensor], Tensor, Started]] = []
         for chunk in _chunks(tensors):
             flats = [flattened(without_repeats(tensor.detach())) for tensor in chunk]
             wire = torch.cat([flat.view(torch.uint8) for flat in flats])
             start = partial(group.broadcast, [wire], options)
-            work = Pending(group, "broadcast", start, wire.nbytes)
+            work = Started(group, "broadcast", start, wire.nbytes)
             self._transfers.append((chunk, wire, work))
 
     def finish(self, may_write: Callable[[Tensor], bool] = lambda _: True) -> None:

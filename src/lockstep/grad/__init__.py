@@ -7,17 +7,17 @@ from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import BucketFacts, describe_buckets
 from lockstep.grad.memory import aligned, gradient_dtype, gradient_of, set_gradient
 from lockstep.grad.one_pass import Phase
-from lockstep.grad.pending import (
+from lockstep.grad.reducer import Reducer
+from lockstep.grad.scattered import ScatteredBucket
+from lockstep.grad.unsummed import (
     DeferredParameter,
-    PendingBucket,
+    UnsummedBucket,
     bucket_of,
     lacks_gradient,
     name_of,
     part_of_gradient,
-    pending_bucket_of,
+    unsummed_bucket_of,
 )
-from lockstep.grad.reducer import Reducer
-from lockstep.grad.scattered import ScatteredBucket
 
 __all__ = [
     "MIB",
@@ -26,10 +26,10 @@ __all__ = [
     "DeferredBucket",
     "DeferredParameter",
     "GradBucket",
-    "PendingBucket",
     "Phase",
     "Reducer",
     "ScatteredBucket",
+    "UnsummedBucket",
     "aligned",
     "assign_buckets",
     "bucket_of",
@@ -39,8 +39,8 @@ __all__ = [
     "lacks_gradient",
     "name_of",
     "part_of_gradient",
-    "pending_bucket_of",
     "set_gradient",
+    "unsummed_bucket_of",
     "view_like",
     "without_autograd",
 ]

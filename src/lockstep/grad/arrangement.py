@@ -11,15 +11,15 @@ import torch.distributed as dist
 from lockstep.grad.assign import assign_buckets
 from lockstep.grad.bucket import Bucket, num_facts
 from lockstep.grad.memory import gradient_dtype
-from lockstep.grad.pending import PendingBucket
 from lockstep.grad.table import GradientTable
+from lockstep.grad.unsummed import UnsummedBucket
 
 
 class Assigned(NamedTuple):
     """A bucket to be made."""
 
     indices: Sequence[int]  # of its parameters
-    kind: type[PendingBucket] | None  # the class of a bucket whose gradients stay pending
+    kind: type[UnsummedBucket] | None  # the class of a bucket whose gradients stay unsummed
 
 
 def assigned_for(
@@ -32,7 +32,7 @@ def assigned_for(
 ) -> list[Assigned]:
     """Return the buckets to make for gradients that become ready in ``order``.
 
-    Those of pending ``runs`` have buckets of their own. Sparse gradients have none.
+    Those of unsummed ``runs`` have buckets of their own. Sparse gradients have none.
     """
     apart = {
         *itertools.chain(*(run.indices for run in runs)),
@@ -57,17 +57,17 @@ def make_buckets(
     table: GradientTable,
     assigned: Sequence[Assigned],
     group: dist.ProcessGroup,
-    kept: Sequence[PendingBucket],
+    kept: Sequence[UnsummedBucket],
     *,
     buffers_from: dist.ProcessGroup | None,
     is_hooked: bool,
 ) -> list[Bucket]:
     """Return the buckets that are ``assigned``, in the order of ``table``.
 
-    Buckets of pending gradients are those that are ``kept``, if there are any.
+    Buckets of unsummed gradients are those that are ``kept``, if there are any.
     """
     buckets: list[Bucket] = []
-    pending = iter(kept)
+    unsummed = iter(kept)
     for number, (indices, kind) in enumerate(assigned, 1):
         start = buckets[-1].stop if buckets else 0
         named = [table.named[index] for index in indices]
@@ -84,7 +84,7 @@ def make_buckets(
                 like=table.named[0][1],
             )
         else:
-            found = next(pending, None)
+            found = next(unsummed, None)
             bucket = kind(named, accumulated, start, group, num_told) if found is None else found
         buckets.append(bucket)
     return buckets

@@ -75,7 +75,7 @@ class Bucket:
         is_aligned: Whether each gradient begins at a multiple of ALIGNMENT elements.
     """
 
-    # Whether ranks leave gradients to be summed on demand, and send no sums: a PendingBucket.
+    # Whether ranks leave gradients to be summed on demand, and send no sums: a UnsummedBucket.
     is_deferred = False
     # Whether its gradients are to be gathered, and whether the program may see them otherwise.
     is_scattered = is_watched = False
@@ -185,7 +185,7 @@ class Bucket:
         scattered = [bucket for bucket in buckets if bucket.is_scattered]
         if scattered and buckets[-1].is_any_set(WATCHED):
             for bucket in scattered:
-                bucket.sum_pending()
+                bucket.sum_unsummed()
         for bucket in buckets:
             bucket.restore_unchanged()
 
@@ -201,7 +201,7 @@ class Bucket:
             and not is_new(self.parameters[position])
         ]
 
-    def sum_pending(self) -> None:
+    def sum_unsummed(self) -> None:
         """Sum deferred gradients that have not been summed yet, before others are added to them."""
 
     def gradients_of_ranks(self) -> list[torch.Tensor]:

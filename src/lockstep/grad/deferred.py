@@ -45,7 +45,7 @@ from lockstep.comm import (
 from lockstep.errors import CollectiveFailed
 from lockstep.grad.bucket import TOLD
 from lockstep.grad.memory import gradient_dtype, gradient_of, set_gradient
-from lockstep.grad.pending import PendingBucket
+from lockstep.grad.unsummed import UnsummedBucket
 from lockstep.torch_private import _InferenceMode
 
 # Behind its gradients a bucket has two numbers of 8 bytes and, in the last bucket, a byte for each
@@ -94,21 +94,21 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Deferred
 
 
 def _sum_before_fork() -> None:
-    """Sum pending gradients, as other processes will change what a child would sum them from."""
+    """Sum unsummed gradients, as other processes will change what a child would sum them from."""
     with _lock:
         buckets = [bucket for own in _by_group.values() for bucket in own]
     for bucket in buckets:
         if is_shared(bucket._buffer):
-            bucket.sum_pending()
+            bucket.sum_unsummed()
 
 
 os.register_at_fork(before=_sum_before_fork)
 
 
-class DeferredBucket(PendingBucket):
+class DeferredBucket(UnsummedBucket):
     """A bucket of deferred gradients, in a group whose ranks can read each other's memory.
 
-    A gradient is pending until this rank has summed it. It is summed before the program reads it,
+    A gradient is unsummed until this rank has summed it. It is summed before the program reads it,
     and before autograd adds to it.
     """
 
@@ -165,7 +165,7 @@ class DeferredBucket(PendingBucket):
 
     def begin(self) -> None:
         """Prepare for a backward: find a buffer that no other rank reads any more."""
-        self.sum_pending()
+        self.sum_unsummed()
         self._note_read()
         for position, read in self._read.items():
             gradient = gradient_of(self.parameters[position])
@@ -212,9 +212,9 @@ class DeferredBucket(PendingBucket):
             self._known_facts[pointer] = facts
         return facts
 
-    def sum_pending(self) -> None:
-        """Sum the pending gradients, before others are added to them."""
-        for position in itertools.compress(range(len(self.pending)), self.pending[:]):
+    def sum_unsummed(self) -> None:
+        """Sum the unsummed gradients, before others are added to them."""
+        for position in itertools.compress(range(len(self.unsummed)), self.unsummed[:]):
             # In a hook of the parameter, autograd has added the next gradient already.
             more = gradient_of(self.parameters[position])
             summed = self._sum(position)
@@ -226,9 +226,9 @@ class DeferredBucket(PendingBucket):
         """Return the gradient at ``position``, which the program may keep and change."""
         parameter, view = self.parameters[position], self._views[position]
         gradient = gradient_of(parameter)
-        if self.pending[position]:
+        if self.unsummed[position]:
             gradient = self._sum(position)
-            if 1 not in self.pending:
+            if 1 not in self.unsummed:
                 self._note_read()
         elif gradient is view:  # in the buffer, which other ranks will read
             with _InferenceMode(False), torch.no_grad():
@@ -241,10 +241,10 @@ class DeferredBucket(PendingBucket):
         return gradient
 
     def drop_at(self, position: int) -> None:
-        """Drop the pending gradient at ``position``: the program has set ``parameter.grad``."""
-        if self.pending[position]:
-            self.pending[position] = 0
-            if 1 not in self.pending:
+        """Drop the unsummed gradient at ``position``: the program has set ``parameter.grad``."""
+        if self.unsummed[position]:
+            self.unsummed[position] = 0
+            if 1 not in self.unsummed:
                 self._note_read()
 
     def _sum(self, position: int) -> torch.Tensor:
@@ -265,12 +265,12 @@ class DeferredBucket(PendingBucket):
             self.sum_into(total.as_strided((total.numel(),), (1,)), self.offsets[position])
             if total is not gradient:
                 gradient.copy_(total)
-        self.pending[position] = 0
+        self.unsummed[position] = 0
         set_gradient(self.parameters[position], gradient)
 
-    def drop_pending(self) -> None:
-        """Drop the gradients, all of which are pending: the parameters have none that is summed."""
-        self.pending[:] = bytes(len(self.pending))
+    def drop_unsummed(self) -> None:
+        """Drop the gradients, all of which are unsummed: the parameters have none besides."""
+        self.unsummed[:] = bytes(len(self.unsummed))
         self._note_read()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
@@ -288,7 +288,7 @@ class DeferredBucket(PendingBucket):
                 target.mul_(self._factor)
 
     def part_of_mean(self, position: int, start: int, stop: int) -> torch.Tensor:
-        """Return some elements of a pending gradient, which each rank can compute on its own."""
+        """Return some elements of an unsummed gradient, which each rank can compute on its own."""
         view, offset = self._views[position], self.offsets[position]
         if view.is_contiguous():
             return self.new_sum(offset + start, offset + stop)
@@ -311,10 +311,10 @@ class DeferredBucket(PendingBucket):
         # test_a_program_may_end_with_gradients_unread.
         if not is_ending():
             with suppress(Exception):
-                self.sum_pending()
+                self.sum_unsummed()
 
     def finish(self) -> None:
-        """Make the gradients pending: all ranks' backwards have succeeded.
+        """Make the gradients unsummed: all ranks' backwards have succeeded.
 
         Until now, each parameter had this rank's own gradient, in the buffer.
         """
@@ -324,7 +324,7 @@ class DeferredBucket(PendingBucket):
                 self.use_as_grad(position)
         else:  # as in most steps
             deque(map(set_gradient, self.parameters, itertools.repeat(None)), maxlen=0)
-            self.pending[:] = grown
+            self.unsummed[:] = grown
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that any rank used: to the mean, once it is summed."""
@@ -334,7 +334,7 @@ class DeferredBucket(PendingBucket):
             self._read[position] = weakref.ref(kept)
         else:
             set_gradient(self.parameters[position], None)
-            self.pending[position] = 1
+            self.unsummed[position] = 1
 
     def end(self) -> None:
         """Drop what belongs to the backward, which is over."""
@@ -408,7 +408,7 @@ class DeferredBucket(PendingBucket):
             buckets = [*self._of_group]
         for bucket in buckets:
             if bucket._has_met and group.num_shared - bucket._met_at > group.NUM_KEPT - 3:
-                bucket.sum_pending()
+                bucket.sum_unsummed()
 
     def write_facts(
         self, accumulated: bytearray, failed_rank: int | None, fractions: Sequence[float]

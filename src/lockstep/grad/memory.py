@@ -32,7 +32,7 @@ import torch
 from lockstep.comm import is_shared, leave_to_others
 from lockstep.torch_private import _current_autograd_node, storage_use_count
 
-# Parameters and pending gradients begin at multiples of this number of elements: at whole cache
+# Parameters and unsummed gradients begin at multiples of this number of elements: at whole cache
 # lines.
 ALIGNMENT = 64
 # The gradient that autograd accumulates to; a DeferredParameter has a property of this name.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lockstep.comm import Pending
+from lockstep.comm import Started
 from lockstep.grad.table import GradientTable
 
 # The state of a gradient in one backward. AWAITED: its bucket waits for it. UNUSED: its bucket
@@ -109,7 +109,7 @@ class BucketPass:
     def __init__(self, num_missing: int) -> None:
         self.num_missing, self.num_copied, self.copy_scale = num_missing, 0, 1.0
         self.is_launched = False
-        self.work: Pending | None = None
+        self.work: Started | None = None
         self.hooked: torch.futures.Future[torch.Tensor] | None = None
         self.kept: dict[int, torch.Tensor] = {}
         self.unchanged: dict[int, torch.Tensor] = {}

@@ -22,9 +22,9 @@ from lockstep.grad.bucket import TOLD, Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
-from lockstep.grad.pending import PendingBucket
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientTable
+from lockstep.grad.unsummed import UnsummedBucket
 
 
 class Reducer:
@@ -80,7 +80,7 @@ class Reducer:
         # copied model that is never trained needs no buckets.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
-        # The indices of parameters whose gradients stay pending, which have buckets of their own.
+        # The indices of parameters whose gradients stay unsummed, which have buckets of their own.
         self._runs: list[Assigned] = []
         # What backwards have shown.
         self.is_rearranged = self._gets_gradients_twice = False
@@ -104,17 +104,17 @@ class Reducer:
         """The names of each bucket's parameters, in launch order, from the first backward on."""
         return [bucket.parameter_names for bucket in self._buckets]
 
-    def defer(self, runs: Sequence[tuple[Sequence[torch.Tensor], type[PendingBucket]]]) -> None:
-        """Give each run of parameters, of one dtype and device, a bucket of pending gradients."""
+    def defer(self, runs: Sequence[tuple[Sequence[torch.Tensor], type[UnsummedBucket]]]) -> None:
+        """Give each run of parameters, of one dtype and device, a bucket of unsummed gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.table.named)}
         self._runs = [Assigned([index[id(p)] for p in run], kind) for run, kind in runs]
-        self.sum_pending()
+        self.sum_unsummed()
         self._buckets = []  # they are made when the next backward begins
 
-    def sum_pending(self) -> None:
-        """Sum the pending gradients of deferred buckets, before others are added to them."""
+    def sum_unsummed(self) -> None:
+        """Sum the unsummed gradients of deferred buckets, before others are added to them."""
         for bucket in self._buckets:
-            bucket.sum_pending()
+            bucket.sum_unsummed()
 
     @property
     def _launches_early(self) -> bool:
@@ -187,8 +187,8 @@ class Reducer:
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
         # The old ones are dropped before: they are as large as all gradients, and memory is short.
-        self.sum_pending()
-        kept = [bucket for bucket in self._buckets if isinstance(bucket, PendingBucket)]
+        self.sum_unsummed()
+        kept = [bucket for bucket in self._buckets if isinstance(bucket, UnsummedBucket)]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
         assigned, is_hooked = self.assigned_for(order), self.comm_hook is not None
         self.table.arrange(itertools.chain(*(one.indices for one in assigned)))
@@ -225,7 +225,7 @@ class Reducer:
         if (position := self.table.position_of.get(id(parameter))) is not None:
             self.table.accumulated[position] = 1
             if self._runs:
-                self.sum_pending()
+                self.sum_unsummed()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """Note that the gradients of ``parameters`` are ready, and launch buckets that are full.
@@ -315,7 +315,7 @@ class Reducer:
         else:
             now.note_arrival(table, position)
 
-    def give_up(self) -> None:
+    def fail(self) -> None:
         """Note that the backward has failed; the next one adds to gradients not launched yet.
 
         Other ranks have launched more buckets or fewer, or wait for the end. So before any other
@@ -400,7 +400,7 @@ class Reducer:
                     error = self._use_reduced()
                     self.table.accumulated[:] = bytes(len(self.table.named))
         except CollectiveMismatch:
-            self.give_up()
+            self.fail()
             raise
         finally:
             self.drop_pass()

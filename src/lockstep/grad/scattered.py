@@ -21,13 +21,13 @@ from lockstep.comm import (
     start_reduce_scatter,
 )
 from lockstep.grad.memory import aligned, gradient_of, set_gradient
-from lockstep.grad.pending import PendingBucket
+from lockstep.grad.unsummed import UnsummedBucket
 
 
-class ScatteredBucket(PendingBucket):
+class ScatteredBucket(UnsummedBucket):
     """A bucket of which each rank of ``group`` gets the means of an equal part of the elements.
 
-    A gradient is pending until the means of all ranks have been gathered. From then on gradients
+    A gradient is unsummed until the means of all ranks have been gathered. From then on gradients
     are views of the buffer, as in other buckets.
     """
 
@@ -51,7 +51,7 @@ class ScatteredBucket(PendingBucket):
 
     def begin(self) -> None:
         """Prepare for a backward, which adds to gradients that are there."""
-        self.sum_pending()
+        self.sum_unsummed()
         super().begin()
         self._has_holders = self._memory.has_holders(map(gradient_of, self.parameters))
 
@@ -75,46 +75,46 @@ class ScatteredBucket(PendingBucket):
         self.now.work = start(group, self._buffer)
 
     def finish(self) -> None:
-        """Make the gradients pending: all ranks' backwards have succeeded."""
+        """Make the gradients unsummed: all ranks' backwards have succeeded."""
         if self._is_reduced:
             return
-        for position in itertools.compress(range(len(self.pending)), self.accumulated):
+        for position in itertools.compress(range(len(self.unsummed)), self.accumulated):
             self.use_as_grad(position)
 
     def use_as_grad(self, position: int) -> None:
-        """Make the gradient of a parameter that any rank used pending."""
+        """Make the gradient of a parameter that any rank used unsummed."""
         if self._is_reduced:
             super().use_as_grad(position)
             return
         self.now.unchanged.pop(position, None)
         set_gradient(self.parameters[position], None)
-        self.pending[position] = 1
+        self.unsummed[position] = 1
 
     def restore_unchanged(self) -> None:
         """Restore the gradients that haven't grown: elsewhere, if the memory is yet to be gathered.
 
         Autograd adds to a gradient before the next backward is known of here, which gathers others.
         """
-        if 1 in self.pending:
+        if 1 in self.unsummed:
             self._take_unchanged()
         super().restore_unchanged()
 
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change.
 
-        If it is pending, every rank must call it; it blocks.
+        If it is unsummed, every rank must call it; it blocks.
         """
-        if self.pending[position]:
-            self.sum_pending()
+        if self.unsummed[position]:
+            self.sum_unsummed()
         return gradient_of(self.parameters[position])
 
-    def sum_pending(self) -> None:
-        """Gather the means of all ranks, and make those that are pending the gradients."""
-        if 1 not in self.pending:
+    def sum_unsummed(self) -> None:
+        """Gather the means of all ranks, and make those that are unsummed the gradients."""
+        if 1 not in self.unsummed:
             return
         with torch.no_grad():
             all_gather_in_place(self.group, self._buffer)
-            for position in itertools.compress(range(len(self.pending)), self.pending[:]):
+            for position in itertools.compress(range(len(self.unsummed)), self.unsummed[:]):
                 # In a hook of the parameter, autograd has added the next gradient already.
                 more = gradient_of(self.parameters[position])
                 if more is not None:
@@ -124,7 +124,7 @@ class ScatteredBucket(PendingBucket):
                     set_gradient(self.parameters[position], kept.copy_(self._views[position]))
                 else:
                     self._use_views(position, position + 1)
-        self.drop_pending()
+        self.drop_unsummed()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
         """Copy means to ``target``, of one dimension: from element ``start`` on, this rank's."""

@@ -419,7 +419,7 @@ class BackwardSync:
         try:
             with without_autograd():
                 for engine in backward.engines:
-                    engine.flush_pending()
+                    engine.pass_on_queued()
                 self._announce(Step.END, backward.engines)
                 for engine in backward.engines:
                     engine.reducer.launch_all_but_last()

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_flag, check_type
 from lockstep.comm import (
-    Pending,
+    Started,
     TensorBroadcast,
     differing_facts,
     join_state_of,
@@ -254,7 +254,7 @@ class Buffers:
         join_state = join_state_of(self._group)
         source = 0 if join_state is None else join_state.last_active[0]  # a rank that has data
         broadcast = TensorBroadcast(self._group, [*copied, *whole], source)
-        sums: list[tuple[torch.Tensor, torch.Tensor, Pending]] = []
+        sums: list[tuple[torch.Tensor, torch.Tensor, Started]] = []
         for tensor in filter(_has_mean, averaged):
             own = without_repeats(tensor.detach()).resolve_conj()
             total = own.clone(memory_format=torch.contiguous_format).div_(self._group.size())

@@ -25,8 +25,8 @@ from lockstep.grad import (
     MIB,
     DeferredBucket,
     DeferredParameter,
-    PendingBucket,
     Reducer,
+    UnsummedBucket,
     gradient_dtype,
 )
 from lockstep.nn import autograd
@@ -64,7 +64,7 @@ class Engine:
     parameter's hooks.
 
     ``inner`` modules have engines of their own. ``gradient_ready`` is called with the engine and a
-    parameter for the first gradient of a backward, and for each gradient that can't be pending.
+    parameter for the first gradient of a backward, and for each gradient that can't be queued.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Engine:
         self._cap_bytes = (
             [int(mb * MIB) for mb in cap] if isinstance(cap, tuple) else int(cap * MIB)
         )
-        self._pending = _Pending()
+        self._queue = _ReadyQueue()
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
-        # Runs of parameters with pending gradients, in the order of sharded optimizers' memories.
-        self._deferred: list[tuple[list[nn.Parameter], type[PendingBucket]]] = []
+        # Runs of parameters with unsummed gradients, in the order of sharded optimizers' memories.
+        self._deferred: list[tuple[list[nn.Parameter], type[UnsummedBucket]]] = []
         self._has_runs = False
         self._find_buffers(module)
         self.buffers.accept()
@@ -136,14 +136,14 @@ class Engine:
             sparse=sparse_indices(module, self.parameters),
         )
         if previous is not None:
-            previous.sum_pending()
+            previous.sum_unsummed()
             self.reducer.take_over(previous)
         self._defer()
         self.detach()
         # The reducer doesn't know a parameter that is unfrozen later, so its gradient must not be
-        # pending: its hook has a _Pending of its own, which no backward fills.
-        for parameters, pending in (self.parameters, self._pending), (self._frozen, _Pending()):
-            hook = _gradient_hook(weakref.ref(self), pending)
+        # queued: its hook has a _ReadyQueue of its own, which no backward fills.
+        for parameters, queue in (self.parameters, self._queue), (self._frozen, _ReadyQueue()):
+            hook = _gradient_hook(weakref.ref(self), queue)
             self._hooks += [(autograd.hooks_of(parameter), hook) for parameter in parameters]
         for hooks, own_hook in self._hooks:
             hooks.hold_back(own_hook)
@@ -153,8 +153,8 @@ class Engine:
         if autograd.may_be_distributed():
             self.refuse_distributed_autograd()
 
-    def defer(self, run: Sequence[nn.Parameter], kind: type[PendingBucket]) -> None:
-        """Let gradients stay pending of those parameters of ``run`` that this engine has.
+    def defer(self, run: Sequence[nn.Parameter], kind: type[UnsummedBucket]) -> None:
+        """Let gradients stay unsummed of those parameters of ``run`` that this engine has.
 
         A run is in the order of a sharded optimizer's memory. Every rank must call it.
         """
@@ -205,7 +205,7 @@ class Engine:
 
     def detach(self) -> None:
         """Remove all hooks from the parameters, whose gradients are not reduced any more."""
-        self.reducer.sum_pending()
+        self.reducer.sum_unsummed()
         for hooks, own in self._hooks:
             hooks.release(own)
         self._hooks, self._hooks_of_others, self._nodes = [], [], []
@@ -230,7 +230,7 @@ class Engine:
         may be of one rank alone. Shown by test_models_may_come_in_any_order_in_no_sync.
         """
         if self.is_syncing:
-            self.reducer.sum_pending()
+            self.reducer.sum_unsummed()
         self.is_syncing = False
 
     def keep_gradient(self, parameter: torch.Tensor) -> None:
@@ -240,15 +240,15 @@ class Engine:
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that is ready in a backward that reduces it."""
-        self._pending.parameters.append(parameter)
-        self.flush_pending()
+        self._queue.parameters.append(parameter)
+        self.pass_on_queued()
 
-    def flush_pending(self) -> None:
-        """Pass pending gradients to the reducer."""
-        pending = self._pending
-        if pending.parameters:
-            pending.threshold = self.reducer.mark_ready(pending.parameters)
-            pending.parameters.clear()
+    def pass_on_queued(self) -> None:
+        """Pass queued gradients to the reducer."""
+        queue = self._queue
+        if queue.parameters:
+            queue.threshold = self.reducer.mark_ready(queue.parameters)
+            queue.parameters.clear()
 
     def is_any_reached(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
@@ -388,14 +388,14 @@ class Engine:
         """Begin a backward that reduces gradients, together with the reducers of ``launch_order``.
 
         With ``task``, one thread of this task of autograd computes all gradients, which may be
-        pending then: that takes no lock. ``sees_graph`` is whether autograd can tell which
+        queued then: that takes no lock. ``sees_graph`` is whether autograd can tell which
         gradients the backward will compute.
         """
         self.num_backwards += 1
         autograd.take_over_optimizers(self.parameters)
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
-        self._pending.task, self._pending.threshold = task, 1
+        self._queue.task, self._queue.threshold = task, 1
         if sees_graph and not self.sees_nested_tasks and self.reducer.last.unused:
             unused = self.reducer.unused_parameters
             ids = {*map(id, autograd.reached(unused))}
@@ -414,11 +414,11 @@ class Engine:
 
     def end_backward(self) -> None:
         """Clean up after a backward that is over or has failed."""
-        pending = self._pending
-        pending.task = None
-        while pending.parameters:
-            self.reducer.mark_accumulated(pending.parameters.pop())
-        self.reducer.give_up()
+        queue = self._queue
+        queue.task = None
+        while queue.parameters:
+            self.reducer.mark_accumulated(queue.parameters.pop())
+        self.reducer.fail()
 
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return the parameters, frozen ones included, and the buffers that are exchanged."""
@@ -447,31 +447,31 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
 
 
 @dataclass
-class _Pending:
+class _ReadyQueue:
     """Gradients that are ready, but have not been passed to the reducer yet.
 
     Passing many at once is faster: between two calls, the reducer's memory falls out of the cores'
-    caches. The first gradient of a backward, which begins it, is never pending.
+    caches. The first gradient of a backward, which begins it, is never queued.
     """
 
-    # Autograd's task of the backward whose gradients may be pending.
+    # Autograd's task of the backward whose gradients may be queued.
     task: int | None = None
-    # The number of pending gradients at which they are passed to the reducer.
+    # The number of queued gradients at which they are passed to the reducer.
     threshold: int = 1
     # Empty between backwards: hooks hold it, and parameters that hold themselves are never freed.
     parameters: list[torch.Tensor] = field(default_factory=list)
 
 
-def _gradient_hook(engine: weakref.ref[Engine], pending: _Pending) -> autograd.Hook:
+def _gradient_hook(engine: weakref.ref[Engine], queue: _ReadyQueue) -> autograd.Hook:
     # Local names are fast, and every gradient of every step passes here.
-    current_task, parameters = _current_graph_task_id, pending.parameters
+    current_task, parameters = _current_graph_task_id, queue.parameters
 
     @uncompiled
     def gradient_ready(parameter: torch.Tensor) -> None:
-        if pending.task == current_task():
+        if queue.task == current_task():
             parameters.append(parameter)
-            if len(parameters) >= pending.threshold and (alive := engine()) is not None:
-                alive.flush_pending()
+            if len(parameters) >= queue.threshold and (alive := engine()) is not None:
+                alive.pass_on_queued()
         elif (alive := engine()) is not None:
             alive.gradient_ready(alive, parameter)
         else:

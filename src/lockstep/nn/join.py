@@ -70,7 +70,7 @@ class UnevenLoop(JoinState):
                 "of some. Give the ranks loops of one length."
             )
         for engine in engines:  # on all ranks, of which only those with data may read them later
-            engine.reducer.sum_pending()
+            engine.reducer.sum_unsummed()
         self._members += engines
         self.models.append(engines)
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.arguments import check_module
 from lockstep.comm import broadcast_tensors, this_thread
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
-from lockstep.grad import PendingBucket, gradient_dtype
+from lockstep.grad import UnsummedBucket, gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine, Options
@@ -241,8 +241,8 @@ def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | No
     return [groups.get(id(p)) if gradient_dtype(p) is p.dtype else None for p in parameters]
 
 
-def defer_gradients(parameters: Sequence[nn.Parameter], kind: type[PendingBucket]) -> None:
-    """Let gradients of ``parameters`` stay pending, which are in a sharded optimizer's order.
+def defer_gradients(parameters: Sequence[nn.Parameter], kind: type[UnsummedBucket]) -> None:
+    """Let gradients of ``parameters`` stay unsummed, which are in a sharded optimizer's order.
 
     Every rank must call it.
     """

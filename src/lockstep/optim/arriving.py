@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm import Pending, has_compiled, uncompiled
+from lockstep.comm import Started, has_compiled, uncompiled
 from lockstep.errors import CollectiveFailed
 from lockstep.grad import DeferredParameter
 from lockstep.torch_private import DisableTorchFunctionSubclass
@@ -49,11 +49,11 @@ class Arrival:
 
     def __init__(
         self,
-        pending: Pending,
+        collective: Started,
         parameters: Sequence[nn.Parameter],
         note_error: Callable[[CollectiveFailed], None],
     ) -> None:
-        self._pending: Pending | None = pending
+        self._collective: Started | None = collective
         self._note_error, self._lock = note_error, threading.Lock()
         device = parameters[0].device
         self._device = None if device.type == "cpu" else device
@@ -80,11 +80,11 @@ class Arrival:
             CollectiveFailed: If a rank is lost, or doesn't come in time. The values are undefined.
         """
         with self._lock:
-            if self._pending is None:
+            if self._collective is None:
                 return
             is_over = True
             try:
-                is_over = self._wait(self._pending, on_host)
+                is_over = self._wait(self._collective, on_host)
             except CollectiveFailed as error:
                 self._note_error(error)
                 raise
@@ -92,16 +92,16 @@ class Arrival:
                 if is_over:
                     self._end()
 
-    def _wait(self, pending: Pending, on_host: bool) -> bool:
+    def _wait(self, collective: Started, on_host: bool) -> bool:
         """Wait, and return whether no reader has to any more."""
         if self._device is None:
-            pending.wait()
+            collective.wait()
             return True
         if self._event is not None and (is_capturing() or self._event.query()):
             return True
         stream = torch.accelerator.current_stream(self._device)
         if stream.stream_id not in self._streams:
-            pending.wait()
+            collective.wait()
             self._streams.add(stream.stream_id)
             self._event = self._event or stream.record_event()
         if on_host and self._event is not None:
@@ -114,7 +114,7 @@ class Arrival:
             self._end()
 
     def _end(self) -> None:
-        self._pending = None
+        self._collective = None
         for parameter, cls in self._classes.items():
             parameter.__class__ = cls
             vars(parameter).pop("_arrival", None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
 from lockstep.comm import join_state_of, start_all_reduce, uncompiled
-from lockstep.grad import PendingBucket, bucket_of
+from lockstep.grad import UnsummedBucket, bucket_of
 from lockstep.nn import finish_failed
 from lockstep.world import device_of_sums
 
@@ -75,8 +75,8 @@ def clip_grad_norm_(
             norms.append(norm)
             every = [parameter for parameter in every if id(parameter) not in own]
         else:
-            bucket.sum_pending()
-    clipped = [bucket for bucket in buckets if bucket.are_all_pending()]
+            bucket.sum_unsummed()
+    clipped = [bucket for bucket in buckets if bucket.are_all_unsummed()]
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:
         norm = torch.nn.utils.get_total_norm(gradients, power, foreach=foreach)
@@ -99,14 +99,14 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(bucket: PendingBucket, power: float, *, is_whole: bool) -> Tensor | None:
+def _norm(bucket: UnsummedBucket, power: float, *, is_whole: bool) -> Tensor | None:
     """Return the norm of all gradients of ``bucket``, of which each rank sums a part.
 
     It is None on every rank if, on any rank, ``is_whole`` is false or a gradient is summed already.
     On a GPU, where to learn of other ranks would wait for it, gradients are scattered: there every
     rank reads one or none does.
     """
-    group, is_summed = bucket.group, is_whole and bucket.are_all_pending()
+    group, is_summed = bucket.group, is_whole and bucket.are_all_unsummed()
     device = bucket.gradients.device
     tells = device.type == "cpu"
     if not (is_summed or tells):

@@ -24,9 +24,9 @@ from lockstep.comm import (
 from lockstep.errors import CollectiveFailed
 from lockstep.grad import (
     DeferredBucket,
-    PendingBucket,
     ScatteredBucket,
-    pending_bucket_of,
+    UnsummedBucket,
+    unsummed_bucket_of,
     view_like,
 )
 from lockstep.optim.arriving import Arrival
@@ -58,7 +58,7 @@ class FlatParameters:
         is_first: Whether the first of all ranks is in ``group``.
         parameters: The parameters, which are views of the memory from now on.
         keeps_whole: Whether each parameter has one owner; otherwise blocks are cut anywhere.
-        bucket_kind: The class of buckets in which gradients stay pending.
+        bucket_kind: The class of buckets in which gradients stay unsummed.
         pieces: The elements that this rank owns, in the order of the memory.
     """
 
@@ -74,7 +74,7 @@ class FlatParameters:
         group, self.is_first = ranks_with_one_copy(ranks, parameters[0].device)
         self.group = group
         self.keeps_whole, self._overlaps = keeps_whole, False
-        self.bucket_kind: type[PendingBucket]
+        self.bucket_kind: type[UnsummedBucket]
         self.bucket_kind = ScatteredBucket if overlaps and not keeps_whole else DeferredBucket
         numels = [parameter.numel() for parameter in parameters]
         self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
@@ -97,7 +97,7 @@ class FlatParameters:
         # Of each parameter, as long as its data is in the memory.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._order = self.in_order()
-        self._followed: weakref.ref[PendingBucket] | None = None
+        self._followed: weakref.ref[UnsummedBucket] | None = None
         self._means: torch.Tensor | None = None
         self.take_back()
         self.begin_update()
@@ -157,9 +157,9 @@ class FlatParameters:
             return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
         return self.part(self._updated, pieces)
 
-    def deferred_bucket(self) -> PendingBucket | None:
-        """Return the bucket of all gradients, if they are pending, in the parameters' layout."""
-        found = pending_bucket_of(self._order[0])
+    def deferred_bucket(self) -> UnsummedBucket | None:
+        """Return the bucket of all gradients, if they are unsummed, in the parameters' layout."""
+        found = unsummed_bucket_of(self._order[0])
         if found is None:
             return None
         bucket, _ = found
@@ -167,15 +167,15 @@ class FlatParameters:
             if not self._is_layout_of(bucket):
                 return None
             self._followed = weakref.ref(bucket)
-        return bucket if bucket.are_all_pending() else None
+        return bucket if bucket.are_all_unsummed() else None
 
     def sum_if_laid_out_otherwise(self) -> None:
         """Gather scattered gradients in buckets of another layout. Every rank must call it."""
-        for bucket, _ in filter(None, map(pending_bucket_of, self.parameters)):
+        for bucket, _ in filter(None, map(unsummed_bucket_of, self.parameters)):
             if isinstance(bucket, ScatteredBucket) and not self._is_layout_of(bucket):
-                bucket.sum_pending()
+                bucket.sum_unsummed()
 
-    def _is_layout_of(self, bucket: PendingBucket) -> bool:
+    def _is_layout_of(self, bucket: UnsummedBucket) -> bool:
         return bucket.has_layout(self._order, sorted(self._layout.offsets))
 
     def has_moved(self) -> bool:
@@ -254,8 +254,8 @@ class FlatParameters:
         self._num_updates += 1
         torch.autograd.graph.increment_version(updated)
         if self._overlaps:
-            pending = start_all_gather_in_place(self.group, self._memory)
-            Arrival(pending, self.parameters, note_error)
+            started = start_all_gather_in_place(self.group, self._memory)
+            Arrival(started, self.parameters, note_error)
 
     def progress(self) -> set[Progress]:
         """Return how far the ranks are in an update that has failed on this rank."""

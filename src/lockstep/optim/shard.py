@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.grad import PendingBucket, ScatteredBucket, pending_bucket_of
+from lockstep.grad import ScatteredBucket, UnsummedBucket, unsummed_bucket_of
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.layout import Piece
 
@@ -86,7 +86,7 @@ class Shard:
             self.tensor.detach().copy_(self.values if values is None else values)
             self._has_stepped = values is not None
 
-    def take_from(self, bucket: PendingBucket) -> None:
+    def take_from(self, bucket: UnsummedBucket) -> None:
         """Set its gradient to the mean of its elements of ``bucket``, which has the same layout.
 
         The next shard's may take its place in memory.
@@ -103,7 +103,7 @@ class Shard:
     def take_gradient(self, *, may_be_view: bool = True) -> None:
         """Set its gradient to those of its parameters, all of which have one."""
         parameters = [self.flat.parameters[piece.parameter] for piece in self.pieces]
-        is_summed = len(self.pieces) == 1 and pending_bucket_of(parameters[0]) is None
+        is_summed = len(self.pieces) == 1 and unsummed_bucket_of(parameters[0]) is None
         if is_summed and may_be_view:
             _, start, stop = self.pieces[0]
             self._use(_elements(parameters[0])[start:stop])
@@ -112,7 +112,7 @@ class Shard:
             self._gradient = torch.zeros_like(self.values)
         own = self._gradient
         for piece, parameter in zip(self.pieces, parameters, strict=True):
-            part, found = own[self.place_of(piece)], pending_bucket_of(parameter)
+            part, found = own[self.place_of(piece)], unsummed_bucket_of(parameter)
             if found is not None:
                 bucket, position = found
                 bucket.sum_into(part, bucket.offsets[position] + piece.start)
@@ -156,14 +156,14 @@ class Shard:
 
 
 class Part(NamedTuple):
-    """What a rank updates of a group: tensors with gradients, and shards with pending gradients."""
+    """What a rank updates of a group: tensors with gradients, and shards with unsummed ones."""
 
     summed: list[torch.Tensor]
-    unsummed: list[tuple[Shard, PendingBucket]]
+    unsummed: list[tuple[Shard, UnsummedBucket]]
 
 
 class GroupsByShard(list[dict[str, Any]]):
-    """An optimizer's groups during a step, which pass it pending shards one at a time.
+    """An optimizer's groups during a step, which pass it unsummed shards one at a time.
 
     Gradients are summed just before a shard is updated, and dropped just after, so that they take
     little memory.
@@ -176,7 +176,7 @@ class GroupsByShard(list[dict[str, Any]]):
             group["params"] = part.summed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield each group with its tensors that have gradients, then with pending shards."""
+        """Yield each group with its tensors that have gradients, then with unsummed shards."""
         for group, (summed, unsummed) in zip(super().__iter__(), self._parts, strict=True):
             if summed or not unsummed:
                 yield group

@@ -377,7 +377,7 @@ class Sharding:
         others = [*chain(*self._division.local)]
         for flat in self._division.flats:
             if (bucket := flat.deferred_bucket()) is not None:
-                bucket.drop_pending()
+                bucket.drop_unsummed()
             else:
                 others += flat.parameters
         for parameter in others:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.grad import gradient_of, pending_bucket_of, set_gradient, view_like
+from lockstep.grad import gradient_of, set_gradient, unsummed_bucket_of, view_like
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.layout import Piece
 from lockstep.optim.shard import Shard
@@ -33,7 +33,7 @@ class WholeParameter(Shard):
         master, self.parameter = self.tensor, flat.parameters[self.pieces[0].parameter]
         self.tensor = self.parameter
         # During an update, what the parameter has as its data between updates; and its gradient,
-        # with the bucket in which that may be pending.
+        # with the bucket in which that may be unsummed.
         self._data: torch.Tensor | None = None
         self._gradient_between: tuple[torch.Tensor | None, Any] | None = None
         if self.has_master:
@@ -78,7 +78,7 @@ class WholeParameter(Shard):
         set_gradient(parameter, copy)
 
     def _copied_gradient(self) -> torch.Tensor | None:
-        gradient, found = gradient_of(self.parameter), pending_bucket_of(self.parameter)
+        gradient, found = gradient_of(self.parameter), unsummed_bucket_of(self.parameter)
         if found is None:
             return None if gradient is None else gradient.clone()
         bucket, position = found

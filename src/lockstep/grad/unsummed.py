@@ -1,4 +1,4 @@
-"""Pending gradients: reduced so far that a rank can get at them when the program reads them."""
+"""Unsummed gradients: reduced so far that a rank can get at them when the program reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeferredParameter(nn.Parameter):
     Its copies, unpickled ones included, are plain parameters.
     """
 
-    _deferred: tuple[weakref.ref[PendingBucket], int] | None
+    _deferred: tuple[weakref.ref[UnsummedBucket], int] | None
 
     @property
     @uncompiled
@@ -74,30 +74,30 @@ class DeferredParameter(nn.Parameter):
                 self._deferred = deferred
 
 
-def bucket_of(parameter: torch.Tensor) -> tuple[PendingBucket, int] | None:
+def bucket_of(parameter: torch.Tensor) -> tuple[UnsummedBucket, int] | None:
     """Return the bucket with the deferred gradient of ``parameter``, and the position in it."""
     reference, position = getattr(parameter, "_deferred", None) or (None, 0)
     bucket = None if reference is None else reference()
     return None if bucket is None else (bucket, position)
 
 
-def pending_bucket_of(parameter: torch.Tensor) -> tuple[PendingBucket, int] | None:
-    """Return the same as long as the gradient is pending; None if it is in ``parameter.grad``."""
+def unsummed_bucket_of(parameter: torch.Tensor) -> tuple[UnsummedBucket, int] | None:
+    """Return the same as long as the gradient is unsummed; None if it is in ``parameter.grad``."""
     found = bucket_of(parameter)
-    return found if found is not None and found[0].pending[found[1]] else None
+    return found if found is not None and found[0].unsummed[found[1]] else None
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:
     """Whether ``parameter.grad`` is None, without reading it, which would sum it."""
-    return gradient_of(parameter) is None and pending_bucket_of(parameter) is None
+    return gradient_of(parameter) is None and unsummed_bucket_of(parameter) is None
 
 
 def part_of_gradient(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
     """Return some elements of the gradient, of one dimension, without a collective.
 
-    A pending gradient stays pending. None if there is none, or this rank can't know of it.
+    An unsummed gradient stays unsummed. None if there is none, or this rank can't know of it.
     """
-    if (found := pending_bucket_of(parameter)) is not None:
+    if (found := unsummed_bucket_of(parameter)) is not None:
         return found[0].part_of_mean(found[1], start, stop)
     gradient = gradient_of(parameter)
     if gradient is None or gradient.layout is not torch.strided:
@@ -112,15 +112,15 @@ def name_of(parameter: torch.Tensor) -> str:
     return f"a parameter of shape {[*parameter.shape]}"
 
 
-class PendingBucket(Bucket, ABC):
-    """A bucket whose gradients are pending after a backward, until the program reads or drops them.
+class UnsummedBucket(Bucket, ABC):
+    """A bucket whose gradients stay unsummed after a backward, until they are read or dropped.
 
     Meanwhile autograd sees no gradient on their parameters. Its layout is that of a sharded
     optimizer's memory.
 
     Attributes:
         group: The ranks.
-        pending: For each position, 1 if the gradient is pending.
+        unsummed: For each position, 1 if the gradient is unsummed.
     """
 
     is_deferred = True
@@ -143,7 +143,7 @@ class PendingBucket(Bucket, ABC):
             buffers_from=group,
             is_aligned=True,
         )
-        self.group, self.pending = group, bytearray(len(named))
+        self.group, self.unsummed = group, bytearray(len(named))
         reference = weakref.ref(self)
         for position, parameter in enumerate(self.parameters):
             parameter._deferred = reference, position  # type: ignore[attr-defined]
@@ -160,21 +160,21 @@ class PendingBucket(Bucket, ABC):
         are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
         return are_same and [*offsets] == self.offsets[:-1]
 
-    def are_all_pending(self) -> bool:
+    def are_all_unsummed(self) -> bool:
         """Whether this rank has neither read nor dropped any gradient of the last backward."""
-        return 0 not in self.pending
+        return 0 not in self.unsummed
 
     @abstractmethod
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change."""
 
     def drop_at(self, position: int) -> None:
-        """Drop the pending gradient at ``position``: the program has set ``parameter.grad``."""
-        self.pending[position] = 0
+        """Drop the unsummed gradient at ``position``: the program has set ``parameter.grad``."""
+        self.unsummed[position] = 0
 
-    def drop_pending(self) -> None:
-        """Drop the gradients, all of which are pending: the parameters have none that is summed."""
-        self.pending[:] = bytes(len(self.pending))
+    def drop_unsummed(self) -> None:
+        """Drop the gradients, all of which are unsummed: the parameters have none besides."""
+        self.unsummed[:] = bytes(len(self.unsummed))
 
     @abstractmethod
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
@@ -198,7 +198,7 @@ class PendingBucket(Bucket, ABC):
         return total
 
     def part_of_mean(self, position: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return some elements of a pending gradient; None if this rank hasn't got them."""
+        """Return some elements of an unsummed gradient; None if this rank hasn't got them."""
         return None
 
     @abstractmethod
