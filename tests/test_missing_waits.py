@@ -57,19 +57,19 @@ MUTATIONS = {
         "nn/replicas/devices.py",
         "device_index(device.index), stream:",
         "device_index(device.index):",
-        "tests/gpu/test_data_parallel.py tests/simulated/test_devices.py",
+        "tests/simulated/test_replicas.py",
     ),
     "an output is copied to the CPU without a wait": Mutation(
         "nn/replicas/devices.py",
         'non_blocking=device.type != "cpu")',
         "non_blocking=True)",
-        "tests/gpu/test_data_parallel.py tests/simulated/test_devices.py",
+        "tests/gpu/test_data_parallel.py",
     ),
     "a parameter is copied to the CPU without a wait": Mutation(
         "nn/replicas/kept_replica.py",
         'non_blocking=leaf.device.type != "cpu")',
         "non_blocking=True)",
-        "tests/simulated/test_devices.py",
+        "tests/simulated/test_replicas.py",
     ),
     "a broadcast isn't waited for": Mutation(
         "comm/any_group.py",

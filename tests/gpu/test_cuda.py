@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from tests.gpu.sharing import launch_sharing
 from tests.nn.models import build
 
 pytestmark = [
@@ -77,16 +78,9 @@ def test_one_rank_over_nccl(name: str, wrapped: bool) -> None:
     assert_same(mine, oracle(name))
 
 
-def on_one_gpu(world: lockstep.World, name: str, wrapped: bool) -> list:
-    """Two ranks share a GPU: NCCL refuses that, Gloo doesn't."""
-    from dataclasses import replace
-
-    return gradients(replace(world, device=torch.device("cuda", 0)), name, wrapped)
-
-
 @pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
 def test_two_ranks_sharing_a_gpu_over_gloo(name: str) -> None:
-    for mine in lockstep.launch(on_one_gpu, 2, (name, False)):
+    for mine in launch_sharing(gradients, 2, (name, False)):
         assert_same(mine, oracle(name))
 
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 
 import lockstep
+from tests.gpu.sharing import launch_sharing
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -82,7 +83,7 @@ def micro_batches(world: lockstep.World) -> list[torch.Tensor]:
 def test_mean_gives_the_gradients_of_one_process(
     train: Callable[[lockstep.World], list[torch.Tensor]],
 ) -> None:
-    for mine in lockstep.launch(train, 2):
+    for mine in launch_sharing(train, 2):
         assert_close(mine, oracle())
 
 
@@ -90,7 +91,7 @@ def with_hook(world: lockstep.World, name: str) -> list[list[torch.Tensor]]:
     """The gradients of three steps, of ours and of torch's."""
     every = []
     for wrap in (lockstep.DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        model = wrap(classifier().float().to(GPU))
+        model = wrap(classifier().float().to(world.device))
         if name == "powerSGD":
             state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -100,11 +101,14 @@ def with_hook(world: lockstep.World, name: str) -> list[list[torch.Tensor]]:
         rows = own_rows(world.rank)
         for _ in range(3):
             model.zero_grad()
-            F.cross_entropy(model(x[rows].float().to(GPU)), y[rows].to(GPU)).backward()
+            F.cross_entropy(
+                model(x[rows].float().to(world.device)), y[rows].to(world.device)
+            ).backward()
         every.append(gradients_of(model))
     return every
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each rank")
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "powerSGD"])
 def test_torchs_hooks_do_what_they_do_in_torch(name: str) -> None:
     for ours, theirs in lockstep.launch(with_hook, 2, (name,)):
@@ -142,7 +146,7 @@ def test_a_model_on_two_devices() -> None:
     torch.manual_seed(5)
     model = OnBoth().double()
     (model(tokens()).square().sum() / 2).backward()
-    for mine in lockstep.launch(on_both_devices, 2):
+    for mine in launch_sharing(on_both_devices, 2):
         assert_close(mine, [p.grad for p in model.parameters()])
 
 
@@ -161,7 +165,7 @@ def normalised(world: lockstep.World) -> list[torch.Tensor]:
 
 
 def test_a_loop_that_ends_earlier_on_one_rank() -> None:
-    _, mine = lockstep.launch(normalised, 2)
+    _, mine = launch_sharing(normalised, 2)
     assert all(gradient.isfinite().all() for gradient in mine)
 
 
@@ -184,7 +188,7 @@ def in_low_precision(world: lockstep.World) -> list[torch.Tensor]:
 
 
 def test_autocast_and_a_gradient_scaler_keep_ranks_together() -> None:
-    first, second = lockstep.launch(in_low_precision, 2)
+    first, second = launch_sharing(in_low_precision, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -201,4 +205,4 @@ def moved(world: lockstep.World) -> bool:
 
 
 def test_a_wrapper_that_moves_to_the_gpu() -> None:
-    assert lockstep.launch(moved, 2) == [True, True]
+    assert launch_sharing(moved, 2) == [True, True]

@@ -48,7 +48,7 @@ def sharded(world: lockstep.World) -> tuple[nn.Module, Callable[[], object]]:
 
 
 def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float]:
-    """The sums of the parameters as a stream reads them, and then others."""
+    """The sums of the parameters as a stream reads them, then others, and when all is over."""
     model, step = sharded(world)
     main, *others = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     with cuda.delayed("0,lazy"):
@@ -64,13 +64,14 @@ def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float
                 sums.append(model.weight.sum())
             side.synchronize()
         assert type(model.weight) is not ArrivingParameter
-        return [each.item() for each in sums]
+    torch.cuda.synchronize()
+    return [each.item() for each in [*sums, model.weight.sum()]]
 
 
 @pytest.mark.parametrize("joins_late", [True, False])
 def test_each_stream_that_reads_parameters_waits_for_their_update(joins_late: bool) -> None:
     for first, *others in lockstep.launch(read_on_three_streams, 2, (joins_late,)):
-        assert others == [first] * 2
+        assert others == [first] * 3
 
 
 def moved_to_memory_of_another_stream(world: lockstep.World) -> list[float]:
