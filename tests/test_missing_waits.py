@@ -41,23 +41,11 @@ MUTATIONS = {
         "            self.now.work = None\n",
         "tests/gpu/test_training.py tests/simulated/test_streams.py",
     ),
-    "no stream waits for an update": Mutation(
-        "optim/arriving.py",
-        "            pending.wait()\n            self._streams.add",
-        "            self._streams.add",
-        "tests/simulated/test_overlap.py",
-    ),
     "the first stream alone waits for an update": Mutation(
         "optim/arriving.py",
         "        if stream.stream_id not in self._streams:\n",
         "        if not self._streams:\n",
         "tests/simulated/test_overlap.py",
-    ),
-    "replicas have streams of their own": Mutation(
-        "nn/replicas/devices.py",
-        "device_index(device.index), stream:",
-        "device_index(device.index):",
-        "tests/simulated/test_replicas.py",
     ),
     "an output is copied to the CPU without a wait": Mutation(
         "nn/replicas/devices.py",

@@ -19,12 +19,12 @@ def test_replicas_work_on_the_stream_of_the_caller() -> None:
     model = lockstep.DataParallel(module, ["cuda:0", "cuda:0"])
     x, side = torch.randn(4, 8, device="cuda"), torch.cuda.Stream()
     model(x)
-    expected = module(2 * x)
     torch.cuda.synchronize()
     with cuda.delayed("0,lazy"), torch.cuda.stream(side):
         output = model(2 * x)
         side.synchronize()
-        torch.testing.assert_close(output, expected)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(output, module(2 * x))
 
 
 def test_a_copy_of_a_parameter_on_the_cpu_is_complete_when_its_replica_reads_it() -> None:
