@@ -52,8 +52,8 @@ LAYERS = {
 }
 
 # Lower them as the code shrinks.
-MAX_LINES = 45_000
-MAX_FILES = 220
+MAX_LINES = 42_512
+MAX_FILES = 205
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
