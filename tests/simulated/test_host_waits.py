@@ -155,6 +155,9 @@ def alone(model: nn.Module, optimizer: Any) -> tuple:
 
 def waits(world: lockstep.World, make: Callable, wrap: Callable, step: Step) -> Counter[str]:
     """The waits in some steps, after the first ones."""
+    # On "lazy" streams, what a rank has launched runs only once that rank waits for it. A rank that
+    # waits over Gloo, on the host, would keep the other, which waits for its part, for ever.
+    cuda.set_delay("0,0")
     torch.manual_seed(2)
     model = make(world.rank).to(world.device)
     model, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
