@@ -86,7 +86,7 @@ def check_loaded(folder: str, cases: list[Any], steps: list[int], options: dict[
 
 
 @pytest.mark.shortened
-@pytest.mark.parametrize(("first", "second"), some([(3, 2), (1, 3), (2, 2), (2, 1)], 0))
+@pytest.mark.parametrize(("first", "second"), some([(3, 2), (1, 3), (2, 1), (2, 2)], 2))
 def test_state_is_loaded_at_any_number_of_ranks(ranks, tmp_path, first, second) -> None:
     kinds, names = [Digits, Strided], ["AdamW", "momentum", "Adafactor"]
     cases = some([*itertools.product(kinds, names, [True, False]), (Empty, "AdamW", True)], first)
@@ -94,6 +94,7 @@ def test_state_is_loaded_at_any_number_of_ranks(ranks, tmp_path, first, second) 
     ranks.run(check_loaded, "shm", second, str(tmp_path), cases, [0, 2], {})
 
 
+@pytest.mark.long
 @pytest.mark.shortened
 def test_state_of_any_optimizer_is_loaded_in_one_that_has_none(ranks, tmp_path) -> None:
     cases = [(Strided, name, True) for name in some(OPTIMIZERS, 0)]

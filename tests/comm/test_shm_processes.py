@@ -240,6 +240,7 @@ def test_a_limit_is_an_error_that_says_so(tmp_path: Path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.true_start
 def test_a_limit_reached_later_is_told_to_all(tmp_path: Path):
     run(

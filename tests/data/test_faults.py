@@ -174,7 +174,7 @@ except Exception as error:
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGKILL,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
         pytest.param(signal.SIGSEGV, marks=pytest.mark.long),
         pytest.param(signal.SIGBUS, marks=pytest.mark.long),
         pytest.param(-1, marks=pytest.mark.long),

@@ -54,6 +54,7 @@ def test_each_order_is_computed_as_often(computed: None) -> None:
     assert sum((found[each] - 200) ** 2 / 200 for each in itertools.permutations(range(4))) < 69
 
 
+@pytest.mark.long
 def test_computed_orders_are_spread_evenly(computed: None) -> None:
     # Numbers next to each other come from anywhere: no correlation with the place, or each other.
     numbers = Order(200_000, seeded(1))[:].double()
@@ -128,6 +129,7 @@ class Counting(Sampler[int]):
         yield 0 if self.repeats else self.length - 1
 
 
+@pytest.mark.long
 def test_what_a_sampler_gave_is_noted_in_little_memory() -> None:
     num_samples, dataset = 100_000, Numbers(10**12)
     loader = lockstep.DataLoader(dataset, 100, sampler=Counting(num_samples))

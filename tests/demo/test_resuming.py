@@ -6,6 +6,7 @@ import copy
 import functools
 from pathlib import Path
 
+import pytest
 import sklearn.datasets  # noqa: F401  (sets environment variables)
 import torch
 import torch.distributed as dist
@@ -65,6 +66,7 @@ def undisturbed(num_ranks: int) -> State:
     return train(num_ranks, None, 0, NUM_STEPS)
 
 
+@pytest.mark.long
 @TRIALS
 @given(stop=st.integers(1, NUM_STEPS - 1), before=st.integers(1, 4), after=st.integers(1, 4))
 def test_a_stop_changes_nothing(

@@ -99,6 +99,7 @@ def test_run_module_runs_the_main_of_a_package(bench: Bench) -> None:
     assert lines_of(done.stdout, 0) == ["__main__ package.__main__"]
 
 
+@pytest.mark.long
 @pytest.mark.true_start
 def test_run_ends_like_python(bench: Bench) -> None:
     """Exit handlers run, threads are waited for, and spawned workers find the script."""
@@ -126,6 +127,7 @@ def test_run_ends_like_python(bench: Bench) -> None:
     assert lines_of(done.stdout, 0) == ["spawned [2, 4]", "no newlinethread 6", "exit handler 8"]
 
 
+@pytest.mark.long
 @pytest.mark.true_start
 def test_run_shows_the_program_none_of_the_launchers_libraries(bench: Bench) -> None:
     bench.script("NAME = 'mine'", "folder/cloudpickle.py")
@@ -231,6 +233,7 @@ def test_version(bench: Bench) -> None:
     assert done.stdout.startswith("lockstep ")
 
 
+@pytest.mark.long
 def test_run_with_its_standard_streams_closed(bench: Bench) -> None:
     script = bench.script("print('out'); open('done', 'w').write('yes')")
     command = f"exec {sys.executable} -m lockstep run -n 1 {script} >&- 2>&- <&-"
@@ -239,6 +242,7 @@ def test_run_with_its_standard_streams_closed(bench: Bench) -> None:
     assert (bench.directory / "done").read_text() == "yes"
 
 
+@pytest.mark.long
 def test_more_ranks_than_the_system_allows(bench: Bench) -> None:
     script = bench.script("import time; time.sleep(1000)")
     command = f"ulimit -n 64; exec {sys.executable} -m lockstep run -n 100 {script}"

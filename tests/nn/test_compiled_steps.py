@@ -422,6 +422,7 @@ def test_compiled_replicas(make: Callable[[nn.Module], nn.Module], compiles_step
     torch.testing.assert_close(parameters, alone(Net()), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 def test_dynamo_is_not_imported() -> None:
     code = (
         "import sys, lockstep, lockstep.nn, lockstep.comm.hosts;"
