@@ -59,30 +59,12 @@ MUTATIONS = {
         "non_blocking=True)",
         "tests/simulated/test_replicas.py",
     ),
-    "a broadcast isn't waited for": Mutation(
-        "comm/any_group.py",
-        "wire, work in self._transfers:\n            try:\n                work.wait()\n",
-        "wire, work in self._transfers:\n            try:\n                pass\n",
-        "tests/gpu/test_training.py tests/simulated/test_streams.py",
-    ),
-    "the mean of a buffer isn't waited for": Mutation(
-        "nn/buffers.py",
-        "                work.wait()\n                if self._may_write",
-        "                if self._may_write",
-        "tests/gpu/test_training.py tests/simulated/test_streams.py",
-    ),
     "a gradient is accumulated on the stream that is current": Mutation(
         "nn/autograd.py",
         "    if not leaves:\n        return []\n    with torch.enable_grad():\n        uses",
         "    return []\n    with torch.enable_grad():\n        uses",
         "tests/simulated/test_streams.py",
         "2,7",
-    ),
-    "the norm of gradients isn't waited for": Mutation(
-        "optim/clip.py",
-        "    start_all_reduce(group, own, op).wait()\n",
-        "    start_all_reduce(group, own, op)\n",
-        "tests/gpu/test_training.py tests/simulated/test_host_waits.py",
     ),
 }
 
