@@ -199,7 +199,11 @@ FAULTS = {
     ),
     "rank stopped": Fault(
         _signal_rank(signal.SIGSTOP),
-        (r"(?s)failed first.*\b[Rr]anks?( \[?[\d, ]*)? ?3\b",) * 2,
+        (
+            r"(?s)rank 3 of \d failed first: it was stopped"
+            r"|failed first.*\b[Rr]anks?( \[?[\d, ]*)? ?3\b",
+        )
+        * 2,
         RANK_SECONDS + END_SECONDS,
     ),
     "host killed": Fault(lambda run: run.kill_host(1), (_lost(1), ""), SOON_SECONDS),
@@ -222,6 +226,9 @@ def expected(fault: str, phase: str) -> Fault:
         if fault == "store's keeper stopped":
             told = "", r"couldn't meet at .*: of the store there, there was no answer"
             return usual._replace(told=told, seconds=silent, exit_status=2)
+        if fault == "rank killed":
+            told = r"host 1 \(.*\) has lost its rank 1 before all hosts had met: .*SIGKILL"
+            return usual._replace(told=(told, told), exit_status=-1)  # 2, as no run began, and 137
         if fault == "Ctrl-C":
             return usual._replace(told=("", "ended by SIGINT at host 0"))
         return usual._replace(seconds=usual.seconds + MEETING_SECONDS)  # seen once all have come
