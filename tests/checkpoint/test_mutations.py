@@ -177,7 +177,7 @@ def test_mutated_checkpoints_are_loaded_or_refused(
     path = saved(tmp_path)
     whole = {file: file.read_bytes() for file in path.iterdir()}
     num_refused = 0
-    number = num_examples(NUM_MUTATIONS, 20)
+    number = num_examples(NUM_MUTATIONS, 50)
     for seed in range(number):
         chance = random.Random(seed)
         for file, data in whole.items():

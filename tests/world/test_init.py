@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import psutil
@@ -376,6 +377,31 @@ def test_ranks_of_one_job_meet_by_its_name(
     if not has_memfd:
         monkeypatch.setattr(os, "memfd_create", refuse)
     assert together(placements(3), LATER) == [["I am 0", "I am 1", "I am 2"]] * 3
+
+
+def test_the_file_of_a_store_is_kept_open_once_though_several_threads_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened, both_open = tmp_path / "store", list[int](), threading.Barrier(2)
+    path.touch()
+
+    def open_both(*args: object) -> int:
+        both_open.wait(20)
+        opened.append(descriptor := own_open(*args))
+        both_open.wait(20)
+        return descriptor
+
+    own_open = os.open
+    monkeypatch.setattr(rendezvous, "_open_files", kept := dict[str, int]())
+    monkeypatch.setattr(rendezvous.os, "open", open_both)
+    threads = [threading.Thread(target=rendezvous._open_file, args=(str(path),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    monkeypatch.undo()
+    assert len(opened) == 2
+    os.close(kept[str(path)])
 
 
 def test_two_jobs_do_not_meet() -> None:

@@ -285,12 +285,14 @@ def _open_file(path: str) -> int:
     """The file at ``path``, which is kept open, since the process that made it may end first."""
     if path not in _open_files:
         try:
-            _open_files[path] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise RendezvousFailed(
                 f"the store of the run, {path}, can't be opened: {error.strerror}. Its launcher, "
                 "or rank 0, has ended, or runs as another user."
             ) from error
+        if _open_files.setdefault(path, opened) != opened:  # another thread was first
+            os.close(opened)
     return _open_files[path]
 
 
