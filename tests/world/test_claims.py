@@ -18,6 +18,7 @@ from lockstep.errors import ContradictoryInit, RendezvousFailed
 from lockstep.world import Placement, Starter, rendezvous
 from lockstep.world.rendezvous import _process, claim, meet
 from tests.launcher.bench import free_port
+from tests.world.stores import close_after_their_stores
 
 HERE = socket.gethostname()
 KEY = "lockstep/claim/0"
@@ -94,7 +95,7 @@ def test_a_second_rank_0_is_refused_where_ranks_meet_by_name() -> None:
         assert set(os.listdir("/proc/self/fd")) == files  # no rank takes its file for the store
         first.communicate(b"\n")
     meet(place, SOON)
-    os.close(rendezvous._open_files.pop(name))
+    close_after_their_stores({name: rendezvous._open_files.pop(name)})
 
 
 def test_a_second_rank_0_does_not_blame_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +108,7 @@ def test_a_second_rank_0_does_not_blame_the_port(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ContradictoryInit, match=f"process {os.getpid()} on {HERE}, which"):
         meet(place, SOON)
     held.clear()
-    for file in rendezvous._open_files.values():
-        os.close(file)
+    close_after_their_stores(rendezvous._open_files)
 
 
 def test_a_store_that_is_gone_fails_the_rendezvous() -> None:

@@ -30,6 +30,7 @@ from lockstep.world.rendezvous import meet, roll_call
 from lockstep.world.world import RankContext, _place_on_host
 from tests.launcher.bench import free_port
 from tests.processes import Processes, processes
+from tests.world.stores import close_after_their_stores
 
 SOON = timedelta(seconds=1)
 LATER = timedelta(seconds=60)
@@ -60,8 +61,9 @@ def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    for file in files.values():
-        os.close(file)
+    monkeypatch.setattr("lockstep.world.world._of_process.world", None)
+    rendezvous._held_open.clear()
+    close_after_their_stores(files)
 
 
 def torch_variables(monkeypatch, rank: int, world_size: int, port: int) -> None:
