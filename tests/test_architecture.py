@@ -6,7 +6,7 @@ import ast
 import functools
 import importlib
 import re
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +51,26 @@ LAYERS = {
     "__main__": 8,
 }
 
-# Lower them as the code shrinks.
-MAX_LINES = 42_514
-MAX_FILES = 205
+# Lines of each package, blank ones and comments counted; what isn't listed is a module of its own.
+# Lower them as the code shrinks. Who raises one says in the commit what for, and what it took away.
+BUDGETS = {
+    "comm": 5_900,
+    "world": 2_400,
+    "grad": 2_800,
+    "nn": 7_100,
+    "launcher": 4_100,
+    "data": 2_700,
+    "optim": 4_400,
+    "checkpoint": 2_100,
+    "metrics": 300,
+    "integrations": 200,
+    "observe": 4_800,
+    "check": 2_800,
+    "bench": 800,
+    "cli": 500,
+    "demo": 400,
+}
+BUDGET_OF_A_MODULE = 300
 MAX_LINES_OF_A_FILE = 500
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
@@ -246,11 +263,14 @@ def test_no_name_of_a_lazy_package_is_that_of_a_file_in_it(package: str) -> None
 
 
 def test_size_is_bounded() -> None:
-    """No file grows to a size that nobody reads at one sitting, and neither does the whole."""
+    """No file grows to a size that nobody reads at one sitting, and no package past its budget."""
     num_lines = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
-    assert len(num_lines) <= MAX_FILES
-    assert sum(num_lines.values()) <= MAX_LINES
     assert {m: n for m, n in num_lines.items() if n > MAX_LINES_OF_A_FILE} == {}
+    packages: Counter[str] = Counter()
+    for module in MODULES:
+        packages[package_of(module)] += num_lines[module]
+    over = {p: n for p, n in packages.items() if n > BUDGETS.get(p, BUDGET_OF_A_MODULE)}
+    assert over == {}
 
 
 def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:
