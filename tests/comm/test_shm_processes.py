@@ -389,3 +389,79 @@ def test_the_memory_limit_of_a_control_group_is_an_error_that_names_it(tmp_path:
     finally:
         inner.rmdir()
         group.rmdir()
+
+
+# Containers on one machine, of which rank 1 is in one.
+
+_NAMESPACES = """
+import ctypes
+from lockstep.comm.shm.transport import ShmTransport
+
+def unshare(*kinds):
+    numbers = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000}
+    numbers |= {"pid": 0x20000000, "cgroup": 0x2000000}
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(sum(numbers[kind] for kind in kinds)) == 0, ctypes.get_errno()
+
+def users(process, *map):
+    with open(f"/proc/{process}/uid_map", "w") as file:
+        file.write(" ".join(str(number) for number in map))
+
+"""
+
+
+@needs_root
+def test_ranks_in_other_namespaces_share_memory(tmp_path: Path):
+    """All but the network's: also where user 0 is called 5, as in containers without root."""
+    run(
+        tmp_path,
+        _NAMESPACES
+        + textwrap.dedent("""
+        if rank == 1:
+            unshare("mnt", "uts", "ipc", "cgroup", "pid")
+            if os.fork():  # only children are in another namespace of processes
+                os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+            assert os.getpid() == 1
+            unshare("user")
+            users("self", 5, 0, 1)
+            assert os.geteuid() == 5
+        join(rank)
+        assert isinstance(dist.group.WORLD.transport, ShmTransport)
+        assert total() == 2
+        if rank == 1:
+            os._exit(0)
+        """),
+    )
+
+
+@needs_root
+def test_ranks_of_two_users_of_one_number_do_without_shared_memory(tmp_path: Path):
+    """In two containers without root, both are user 0."""
+    run(
+        tmp_path,
+        _NAMESPACES
+        + textwrap.dedent("""
+        port = f"{folder}/port"
+        if rank == 1:
+            while not os.path.exists(port):
+                time.sleep(0.01)
+            store = dist.TCPStore("127.0.0.1", int(open(port).read()))
+            unshare("user")
+            store.set("pid", str(os.getpid()))
+            store.get("mapped")
+            os.setuid(0)
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            with open(f"{port}.new", "w") as file:
+                file.write(str(store.port))
+            os.rename(file.name, port)
+            users(store.get("pid").decode(), 0, 1000, 1)
+            store.set("mapped", "")
+        assert os.geteuid() == 0
+        dist.init_process_group("shm", store=store, rank=rank, world_size=2,
+                                timeout=timedelta(seconds=20))
+        assert not isinstance(dist.group.WORLD.transport, ShmTransport)
+        assert total() == 2
+        dist.barrier()  # rank 0 has the store
+        """),
+    )

@@ -40,6 +40,26 @@ def test_two_hosts_of_a_network(bench: Bench, two_hosts: Hosts) -> None:
             assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]
 
 
+def test_hosts_of_one_name_are_different_hosts(bench: Bench, two_hosts: Hosts) -> None:
+    """No starter tells the local ranks here, and the kernel is one."""
+    script = bench.script(INIT)
+    told = {"MASTER_ADDR": two_hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    words = [f"{name}={value}" for name, value in told.items()]
+    ranks = [
+        subprocess.Popen(
+            [*two_hosts.on(rank), "env", *words, f"RANK={rank}", sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=100)
+        assert rank.returncode == 0, err
+        assert out == "0 1 2 3.0\n"
+
+
 @pytest.mark.parametrize("versions", [(6,), (4, 6)])
 def test_two_hosts_of_a_network_of_ipv6(bench: Bench, versions: tuple[int, ...]) -> None:
     with hosts_of_a_network(2, versions) as hosts:

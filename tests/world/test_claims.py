@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import ContradictoryInit, RendezvousFailed
 from lockstep.world import Placement, Starter, rendezvous
-from lockstep.world.rendezvous import _process, claim, meet
+from lockstep.world.rendezvous import _claimant, _process, claim, meet
 from tests.launcher.bench import free_port
 from tests.world.stores import close_after_their_stores
 
@@ -35,7 +35,7 @@ def what_torch_opens_for_good() -> None:
 @pytest.fixture
 def of_another() -> str:
     """The claim of a process that runs, which isn't this one."""
-    return f"{HERE}/{_process(os.getppid())}"
+    return _claimant(_process(os.getppid()))
 
 
 @pytest.mark.parametrize("in_a_file", [False, True])
@@ -57,26 +57,40 @@ def test_a_second_process_of_a_rank_is_refused(
 @pytest.mark.parametrize(
     "before",
     [
-        f"{HERE}/{_process(os.getpid())}",  # an init() before
-        f"{HERE}/{os.getppid()}-1",  # has ended, and another process has its id
-        f"{HERE}/{2**22 + 1}-1",  # has ended
+        _claimant(_process(os.getpid())),  # an init() before
+        _claimant(f"{os.getppid()}-1"),  # has ended, and another process has its id
+        _claimant(f"{2**22 + 1}-1"),  # has ended
+        _claimant("rubbish"),
     ],
-    ids=["itself", "another with its id", "one that has ended"],
+    ids=["itself", "another with its id", "one that has ended", "none"],
 )
 def test_a_rank_that_comes_again_is_welcome(before: str) -> None:
     store = dist.HashStore()
     store.set(KEY, before)
     claim(store, FIRST, SOON)
-    assert store.get(KEY).decode() == f"{HERE}/{_process(os.getpid())}"
+    assert store.get(KEY).decode() == _claimant(_process(os.getpid()))
 
 
 def test_a_process_of_another_host_has_the_rank_unless_a_launcher_holds_the_store() -> None:
     store = dist.HashStore()
-    store.set(KEY, "elsewhere/12-1")
+    store.set(KEY, "elsewhere/a kernel/12-1")
     with pytest.raises(ContradictoryInit, match="process 12 on elsewhere, which came first, and"):
         claim(store, FIRST, SOON)
     claim(store, replace(FIRST, agent_hosts_store=True), SOON)  # ranks may move at a restart
-    assert store.get(KEY).decode().startswith(f"{HERE}/{os.getpid()}-")
+    assert store.get(KEY).decode() == _claimant(_process(os.getpid()))
+
+
+def test_hosts_of_one_name_are_different_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes have the same id and start time too, as a container's first ones may."""
+    store = dist.HashStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "this_kernel", lambda namespace: f"another {namespace}")
+        claim(store, FIRST, SOON)
+    with pytest.raises(ContradictoryInit, match=f"process {os.getpid()} on {HERE}, which came fir"):
+        claim(store, FIRST, SOON)
+    # In the launcher's file, which outlives a restart, it may be a container that has ended.
+    claim(store, replace(FIRST, store_path="/proc/1/fd/3"), SOON)
+    assert store.get(KEY).decode() == _claimant(_process(os.getpid()))
 
 
 def test_a_second_rank_0_is_refused_where_ranks_meet_by_name() -> None:

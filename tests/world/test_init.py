@@ -177,7 +177,20 @@ def test_all_ranks_of_a_group_that_exists_go_by_the_same_facts(
     assert found == [(rank, *place) for rank, place in enumerate(local)]
 
 
-def test_local_ranks_are_told_by_the_hosts_names() -> None:
+def init_in_a_network_of_its_own() -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        network = f"that of rank {dist.get_rank()}"
+        patch.setattr("lockstep.world.world.this_network", lambda: network)
+        world = lockstep.init(timeout=LATER)
+    return world.local_rank, world.local_world_size
+
+
+def test_hosts_of_one_name_are_different_hosts(two_processes: Processes) -> None:
+    """As machines that were cloned, and containers."""
+    assert two_processes.run(init_in_a_network_of_its_own, "gloo", 2) == [(0, 1), (0, 1)]
+
+
+def test_local_ranks_are_told_by_the_hosts() -> None:
     place = Placement(Starter.TORCHRUN, 3, 5, None, None)
     assert _place_on_host(place, ["a", "b", "a", "b", "b"]) == (1, 3)
     told = Placement(Starter.TORCHRUN, 3, 5, 7, 8)

@@ -53,6 +53,7 @@ from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_in_step as sum_in_step
 from .network import bind_gloo as bind_gloo
+from .network import this_kernel as this_kernel
 from .network import this_network as this_network
 from .shm.memory import Segment as Segment
 from .shm.memory import bytes_of as bytes_of

@@ -10,7 +10,6 @@ Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,7 +25,7 @@ from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
 from lockstep.comm.failures import STORE_SECONDS, answered
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
-from lockstep.comm.network import this_network
+from lockstep.comm.network import this_memory
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import (
@@ -472,7 +471,7 @@ def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> li
     keys = [f"host/{other}" for other in range(size)]
 
     def exchange() -> list[bytes]:
-        store.set(keys[rank], _this_host())
+        store.set(keys[rank], this_memory())
         store.wait(keys, timedelta(seconds=timeout))
         return [bytes(store.get(key)) for key in keys]
 
@@ -491,7 +490,3 @@ def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> li
     for other, name in enumerate(names):
         hosts.setdefault(name, []).append(other)
     return list(hosts.values())
-
-
-def _this_host() -> str:
-    return f"{this_network()} {os.geteuid()}"

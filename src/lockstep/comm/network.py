@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,41 @@ import torch.distributed as dist
 _addresses: list[str] = []
 
 
+def this_kernel(namespace: str) -> str:
+    """The kernel of this host, and this process's namespace of a kind, as no others are called.
+
+    Not so the host's name: machines that were cloned have the same, and so may containers.
+
+    Source: ``random(4)``, ``namespaces(7)``.
+    """
+    kernel, number = socket.gethostname(), 0
+    with suppress(OSError):  # a sandbox that shows none of it
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        number = os.stat(f"/proc/self/ns/{namespace}").st_ino
+    return f"{kernel} {number}"
+
+
 def this_network() -> str:
     """The network of this host, or of this container, as no other is called."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
-    return f"{kernel} {network}"
+    return this_kernel("net")
+
+
+def this_memory() -> str:
+    """What ranks have in common that can share memory: the network, and the kernel's user.
+
+    Sockets, whose names are the network's, hand on the files, so namespaces of processes or of
+    folders don't matter. In a namespace of users, as in containers without root, user 0 is another
+    one than outside, or a few are the same: the kernel's map tells.
+
+    Source: ``user_namespaces(7)``.
+    """
+    user = os.geteuid()
+    with suppress(OSError):
+        for line in Path("/proc/self/uid_map").read_text().splitlines():
+            first, outside, number = map(int, line.split())
+            if first <= os.geteuid() < first + number:
+                user = outside + os.geteuid() - first
+    return f"{this_network()} {user}"
 
 
 def bind_gloo(addresses: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ class Placement:
     """This process's rank and where it meets the others, as its starter gave them.
 
     The local rank and world size are None if the starter doesn't tell them: then the ranks
-    compare the names of their hosts.
+    compare their hosts.
     """
 
     starter: Starter

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lockstep.comm import STORE_SECONDS, answered
+from lockstep.comm import STORE_SECONDS, answered, this_kernel
 from lockstep.deadline import Deadline
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.memory_files import files_in_memory, memory_file, name_of
@@ -102,7 +102,7 @@ def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
     Raises:
         ContradictoryInit: If a process is this rank already.
     """
-    key, own = _claim_of(place.rank), f"{socket.gethostname()}/{_process(os.getpid())}"
+    key, own = _claim_of(place.rank), _claimant(_process(os.getpid()))
 
     def claimed() -> str:
         other = store.compare_set(key, "", own).decode()
@@ -133,6 +133,16 @@ def _claim_of(rank: int) -> str:
     return f"lockstep/claim/{rank}"
 
 
+def _claimant(process: str) -> str:
+    """A process of this host among those of all: its host's name is for messages alone."""
+    return f"{socket.gethostname()}/{this_kernel('pid')}/{process}"
+
+
+def _parts(claimant: str) -> list[str]:
+    """The name of its host, its kernel and namespace, and the process; "" for what isn't there."""
+    return [*claimant.rsplit("/", 2), "", ""][:3]
+
+
 def _process(pid: int) -> str:
     """The process id, and the start time, which another process of this id doesn't have."""
     return f"{pid}-{stat_fields(pid)[19]}"
@@ -140,20 +150,20 @@ def _process(pid: int) -> str:
 
 def _is_another(who: str, place: Placement) -> bool:
     """Whether ``who`` is another process that runs; of other hosts' only the store tells it."""
-    host, _, process = who.rpartition("/")
-    if host != socket.gethostname():
+    _, where, process = _parts(who)
+    if where != this_kernel("pid"):
         # A rank's store ends with the run. A launcher's outlives a restart, after which ranks may
-        # be on other hosts than before.
-        return not place.agent_hosts_store
-    pid = int(process.partition("-")[0])
-    with contextlib.suppress(OSError):  # it has ended
+        # be on other hosts, or in other containers, than before.
+        return not place.agent_hosts_store and place.store_path is None
+    with contextlib.suppress(OSError, ValueError):  # it has ended, or something else wrote this
+        pid = int(process.partition("-")[0])
         return pid != os.getpid() and _process(pid) == process
     return False
 
 
 def _twice(first: str, place: Placement) -> ContradictoryInit:
-    """The error of this process, which came after ``first``: a host, and a process there."""
-    host, _, process = first.rpartition("/")
+    """The error of this process, which came after ``first``: see :func:`_claimant`."""
+    host, _, process = _parts(first)
     return ContradictoryInit(
         f"Rank {place.rank} of {place.world_size} was claimed by two processes: process "
         f"{process.partition('-')[0]} on {host}, which came first, and process {os.getpid()} on "
@@ -324,7 +334,7 @@ def _file_of_rank_0(name: str, but: int | None = None) -> str | None:
 
 def _maker_of(path: str) -> str:
     """The process whose open file is at ``path``, as one that claims a rank."""
-    return f"{socket.gethostname()}/{Path(path).parts[2]}"
+    return _claimant(Path(path).parts[2])
 
 
 def _launching_process() -> str:

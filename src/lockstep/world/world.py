@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
-from lockstep.comm import THREADS, SingleRankGroup, bind_gloo, rank_context, register_backends
+from lockstep.comm import (
+    THREADS,
+    SingleRankGroup,
+    bind_gloo,
+    rank_context,
+    register_backends,
+    this_network,
+)
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
@@ -272,7 +279,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     store = meet(place, wanted.timeout)
     claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
-    hosts = roll_call(store, place, wanted.timeout, note=socket.gethostname())
+    hosts = roll_call(store, place, wanted.timeout, note=_own_host())
     local = _place_on_host(place, hosts)
     _choose_addresses(place, store, wanted.timeout)
     device = _agreed_device(place, local, wanted, store)
@@ -298,8 +305,13 @@ def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -
         os.environ.setdefault(name, value)
 
 
+def _own_host() -> str:
+    """This host, or this container, as others are to know it: several may have the same name."""
+    return f"{socket.gethostname()} {this_network()}"
+
+
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
-    """The local rank and world size, from the starter or else from the names of the hosts."""
+    """The local rank and world size, from the starter or else from the ranks' hosts."""
     if place.local_rank is not None and place.local_world_size is not None:
         return place.local_rank, place.local_world_size
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
@@ -401,7 +413,7 @@ def _from_existing_group(wanted: _Wanted) -> World:
     count = partial(store.add, f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
     number = ask(place, count, wanted.timeout)
     store = dist.PrefixStore(f"lockstep/roll/{number}", store)
-    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {socket.gethostname()}")
+    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {_own_host()}")
     if all(note.startswith("1") for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
