@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("long")
 
 
+# How many modules there were when they were last left to no collection, and how many more matter.
+_left = {"modules": 0}
+_MANY_MODULES = 50
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Leave torch's modules and the tests themselves to no collection of garbage.
@@ -65,9 +71,14 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        _leave_modules_to_no_collection()
         gc.enable()
+
+
+def _leave_modules_to_no_collection() -> None:
+    gc.collect()
+    gc.freeze()
+    _left["modules"] = len(sys.modules)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,7 +104,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     is_marked = item.get_closest_marker("forks") is not None
     starts = item.get_closest_marker("true_start") or item.config.getoption("--true-starts")
     with forked() if is_marked and not starts else contextlib.nullcontext():
-        return (yield)
+        result = yield
+    # The first step of an optimizer loads torch's compiler, which has as many objects again.
+    if len(sys.modules) >= _left["modules"] + _MANY_MODULES:
+        _leave_modules_to_no_collection()
+    return result
 
 
 def pytest_unconfigure() -> None:
