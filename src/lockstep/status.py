@@ -220,14 +220,25 @@ class RunStatus:
             for start in range(first, len(memory), _RANK_BYTES)
         ]
 
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int:
+        """How large the pages are of a run with so many ranks on this host."""
+        return _PAGE_BYTES + num_ranks * _RANK_BYTES
+
     @classmethod
     def create(cls, program: str, num_ranks: int) -> RunStatus:
-        """Make the pages, in memory that is shared with the processes that this one forks."""
-        size = _PAGE_BYTES + num_ranks * _RANK_BYTES
+        """Make the pages, in memory that is shared with the processes that this one forks.
+
+        Raises:
+            OSError: If there is no room for them, or no descriptor.
+        """
+        size = cls.num_bytes(num_ranks)
         descriptor = memory_file(_MEMORY_NAME)
-        os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
-        os.close(descriptor)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
+        finally:
+            os.close(descriptor)
         facts = {"version": _VERSION, "pid": os.getpid(), "program": program[:500], "at": now()}
         data = json.dumps(facts).encode()[: _PAGE_BYTES - 1] + b"\0"
         memory[: len(data)] = data

@@ -84,7 +84,14 @@ def _start(job: Job) -> int:
     processes.adopt_orphans()
     # Blocked, so that no rank runs the supervisor's handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
-    status = RunStatus.create(name_of_program(job.program), job.num_ranks)
+    try:
+        status = RunStatus.create(name_of_program(job.program), job.num_ranks)
+    except OSError as error:
+        raise LaunchError(
+            f"There is no memory in which the ranks tell what they do: {error.strerror}. To the "
+            "kernel it is a file: is there a limit on the size of files (ulimit -f)? It is to be "
+            f"{RunStatus.num_bytes(job.num_ranks) >> 10} KiB or more. Nothing was begun."
+        ) from error
     is_live = job.live and job.labelled and terminal() is not None
     for of_rank in status.ranks:
         of_rank.is_shown = is_live

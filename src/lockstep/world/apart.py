@@ -32,6 +32,7 @@ from lockstep.comm import STORE_SECONDS, answered, uncompiled
 from lockstep.deadline import Deadline
 from lockstep.torch_private import _get_default_store
 from lockstep.world.facts import Kept, checksums_of, first_difference, options_of
+from lockstep.world.rendezvous import is_room_in_stores
 from lockstep.world.told import look_for_strangers, tell
 
 # Facts are left before the steps 1, 2, 4, 8 and so on, and each of so many.
@@ -122,6 +123,8 @@ def _look(
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False  # where nothing may be read
+    if not is_room_in_stores():
+        return True  # facts are added to the store's file for as long as a run takes
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [one for keeper in keepers for one in keeper(optimizer)]
     group = kept[0].group if kept else dist.group.WORLD

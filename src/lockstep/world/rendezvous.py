@@ -8,10 +8,12 @@ write all of the store, so nothing that is read from it is ever executed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +126,7 @@ def ask(place: Placement, call: Callable[[], _Answer], timeout: timedelta) -> _A
     try:
         return answered(call, timeout.total_seconds() + STORE_SECONDS)
     except RuntimeError as error:
+        drop_full_stores(error)
         raise RendezvousFailed(
             f"rank {place.rank} lost the store where the ranks meet: {first_line(error)}"
         ) from error
@@ -301,6 +304,7 @@ def _open_file(path: str) -> int:
                 f"the store of the run, {path}, can't be opened: {error.strerror}. Its launcher, "
                 "or rank 0, has ended, or runs as another user."
             ) from error
+        atexit.register(drop_full_stores)
         if _open_files.setdefault(path, opened) != opened:  # another thread was first
             os.close(opened)
     return _open_files[path]
@@ -311,6 +315,37 @@ def _file_store(descriptor: int, timeout: timedelta) -> dist.Store:
     store = dist.FileStore(f"/proc/self/fd/{descriptor}", -1)  # -1: it isn't removed
     store.set_timeout(timeout)
     return store
+
+
+def drop_full_stores(error: Exception | None = None) -> None:
+    """Have no store read its file any more if that is as large as files may be.
+
+    The last entry may be there in part. Torch's store waits for the rest for ever, in each request
+    and when it is dropped: the processor is busy, and no other rank gets the file. Shown by
+    test_a_store_without_room_is_named_and_ends.
+
+    Raises:
+        RendezvousFailed: From ``error``, if there is one, and such a file.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for descriptor in _open_files.values():
+        if limit == resource.RLIM_INFINITY or os.fstat(descriptor).st_size < limit:
+            continue
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            os.dup2(nothing.fileno(), descriptor, inheritable=False)
+        if error is not None:
+            raise RendezvousFailed(
+                f"The store where the ranks meet is full: {first_line(error)}. It is a file in "
+                f"memory, and this process may have files of {limit} bytes. Raise that limit "
+                "(ulimit -f)."
+            ) from error
+
+
+def is_room_in_stores() -> bool:
+    """Whether files of stores are smaller than half of what they may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = [os.fstat(descriptor).st_size for descriptor in _open_files.values()]
+    return limit == resource.RLIM_INFINITY or 2 * max(sizes, default=0) < limit
 
 
 def _name_of(job: str) -> str:

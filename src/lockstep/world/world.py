@@ -43,7 +43,14 @@ from lockstep.world.environment import Placement, Starter, detect, gloo_environm
 from lockstep.world.nccl import check_nccl_interfaces
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun
-from lockstep.world.rendezvous import ask, claim, first_line, meet, roll_call
+from lockstep.world.rendezvous import (
+    ask,
+    claim,
+    drop_full_stores,
+    first_line,
+    meet,
+    roll_call,
+)
 
 _log = logging.getLogger("lockstep")
 
@@ -369,6 +376,7 @@ def _create_group(
         try:
             dist.init_process_group(backend, store=store, timeout=wanted.timeout, **options)
         except (RuntimeError, ValueError, SharedMemoryFull) as error:
+            drop_full_stores(error)
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise BackendUnavailable(
@@ -423,6 +431,7 @@ def _from_existing_group(wanted: _Wanted) -> World:
 
 
 def _leave() -> None:
+    drop_full_stores()
     if dist.is_initialized():
         look_at_the_end()
         dist.destroy_process_group()

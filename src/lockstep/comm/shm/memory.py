@@ -251,6 +251,13 @@ def no_room(num_bytes: int, error: OSError) -> SharedMemoryFull:
             f"There is no file descriptor left for {what}: {error}. This process may have {limit} "
             "open; raise that limit (ulimit -n), or close what it doesn't need."
         )
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return SharedMemoryFull(
+            f"There is no room for {what}: {error}. To the kernel it is a file, and this process "
+            f"may have files of {limit >> 10} KiB; raise that limit (ulimit -f), or use the "
+            "backend 'gloo', which needs none."
+        )
     if error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES):
         return SharedMemoryFull(
             f"This system doesn't let processes share memory, so there is none for {what}: {error} "
