@@ -64,7 +64,7 @@ BUDGETS = {
     "checkpoint": 2_100,
     "metrics": 300,
     "integrations": 200,
-    "observe": 4_800,
+    "observe": 5_070,
     "check": 2_800,
     "bench": 800,
     "cli": 500,

@@ -118,6 +118,53 @@ def test_reading_takes_at_most_twice_the_file_in_memory(trace: Path, tmp_path: P
     assert (kept < 1.5 * size, peak < 2 * size) == (True, True), (kept / size, peak / size)
 
 
+def longer(path: Path, times: int) -> str:
+    """Return the spans of a rank that trains so many times as long as in this file."""
+    facts, lines = [], []
+    for line in path.read_text().splitlines():
+        is_facts = line.startswith("{") and not line.startswith(('{"end_of"', '{"step"'))
+        (facts if is_facts else lines).append(line)
+    last = max(json.loads(line)["end_of"] for line in lines if line.startswith('{"end_of"')) + 1
+    length = max(int(line.split(" ")[2]) for line in lines if line.startswith("wait "))
+
+    def later(line: str, number: int) -> str:
+        if line.startswith("{"):
+            found = json.loads(line)
+            found["time"] += number * length
+            found["end_of" if "end_of" in found else "step"] += number * last
+            return json.dumps(found)
+        words = line.split(" ")
+        num_times = {"bucket": 3, "batch": 1}.get(words[0], 2)
+        for index in range(1, num_times + 1):
+            words[index] = str(int(words[index]) + number * length)
+        words[num_times + 1] = str(int(words[num_times + 1]) + number * last)
+        return " ".join(words)
+
+    return "\n".join([*facts, *(later(line, n) for n in range(times) for line in lines), ""])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_report_takes_at_most_twice_the_trace_in_memory(
+    num_ranks: int, trace: Path, tmp_path: Path
+) -> None:
+    sizes, peaks = [], []
+    for times in (20, 20, 100):  # of the first, caches remain
+        for rank in range(num_ranks):
+            name = f"rank-{rank}.spans"
+            (tmp_path / name).write_text(longer(trace / name, times))
+        tracemalloc.start(1)
+        try:
+            report(str(tmp_path))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob("*.spans")))
+        (tmp_path / "trace.json").unlink()
+    size = sizes[2] - sizes[1]
+    assert size > 100_000
+    assert peaks[2] - peaks[1] < 2 * size, (peaks[2] - peaks[1]) / size
+
+
 def test_numbers_beyond_those_of_machines_are_damage(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "rank-0.spans"
     path.write_bytes(

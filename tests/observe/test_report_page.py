@@ -70,7 +70,7 @@ def test_a_page_may_have_any_names_in_it() -> None:
     facts = {0: {"bytes": 100, "parameters": [bad], "index": 0}}
     entry = {"step": 1, "time": 12 * MS, "log": {bad: 0.5}}
     ranks[0] = ranks[0]._replace(bucket_facts=facts, logged=[entry])
-    html = page(bad, bad, bad, ranks, shares(ranks), (("rank",), [["0"]]))
+    html = "".join(page(bad, bad, bad, ranks, shares(ranks), (("rank",), [["0"]])))
     assert html.count("</script>") == 2
     assert "<b>" not in html
     assert drawn_in(html)["logged"] == {bad: [[1, 0.5]]}

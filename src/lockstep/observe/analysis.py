@@ -8,13 +8,18 @@ transfer.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import statistics
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Generic, NamedTuple, overload
 
 from lockstep.errors import TraceError
+from lockstep.observe.columns import Chosen, Columns, Row, as_columns
 from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, slowest_loader
 
 # What a rank does by itself; "other" is what no span tells.
@@ -31,6 +36,7 @@ PHASES = (
 _PHASES_OF_SPANS = dict.fromkeys(("launch", "average", "rows"), "collectives")
 _OF_TRAINING = ("data", "forward")  # unless they are in an evaluation
 _SENDS_GRADIENTS = ("backward", "average")
+_NEVER = 1 << 63  # later than any time
 # A rank is late if the others wait for it at least this part of the time, and longer than for any
 # other by this factor.
 _LATE_PART, _LATE_FACTOR = 0.05, 2.0
@@ -98,75 +104,124 @@ class Summary(NamedTuple):
     num_cores: int | None  # of that host; None if the ranks compute on other devices
 
 
-def shares(ranks: Sequence[RankSpans]) -> list[list[Share]]:
+class _OfRanks(Sequence[Sequence[Share]]):
+    """Steps: of each, the shares of all ranks, which follow each other in ``rows``."""
+
+    def __init__(self, rows: Columns[Share], num_ranks: int, steps: range) -> None:
+        self._rows, self._num_ranks, self._steps = rows, num_ranks, steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[Share]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[Share]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[Share] | Sequence[Sequence[Share]]:
+        if isinstance(index, slice):
+            return _OfRanks(self._rows, self._num_ranks, self._steps[index])
+        first = self._steps[index] * self._num_ranks
+        return [*self._rows[first : first + self._num_ranks]]
+
+
+def shares(ranks: Sequence[RankSpans]) -> Sequence[Sequence[Share]]:
     """Return, for each step that all ranks have finished, the share of each rank.
 
     Raises:
         TraceError: If there is no such step.
     """
-    by_rank = [*map(by_step, ranks)]
-    steps = sorted(set.intersection(*(set(found) for found in by_rank)))
-    if not steps:
+    found = Columns(Share)
+    numbers = [each.rank for each in ranks]
+    by_number = attrgetter("number")
+    merged = heapq.merge(*map(_finished, ranks), key=by_number)
+    for _, same in itertools.groupby(merged, key=by_number):
+        steps = [*same]
+        if len(steps) == len(ranks):
+            last = _last_to_come(numbers, [waits_among(step.spans) for step in steps])
+            for number, step in zip(numbers, steps, strict=True):
+                found.append(_share(number, step, last))
+    if not found:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
-    buckets_by_rank = [*map(buckets_by_step, ranks)]
-    found = []
-    for step in steps:
-        spans = [of_rank[step] for of_rank in by_rank]
-        last = _last_to_come([each.rank for each in ranks], [waits_among(own[1]) for own in spans])
-        found.append(
-            [
-                _share(each.rank, step, own, last, _hidden(buckets[step], own[1]))
-                for each, buckets, own in zip(ranks, buckets_by_rank, spans, strict=True)
-            ]
-        )
-    return found
+    return _OfRanks(found, len(ranks), range(len(found) // len(ranks)))
 
 
-def buckets_by_step(found: RankSpans) -> dict[int, list[Bucket]]:
-    """Return the buckets of each step; none for a step without."""
-    grouped: dict[int, list[Bucket]] = defaultdict(list)
-    for bucket in found.buckets:
-        grouped[bucket.step].append(bucket)
-    return grouped
+class ByStep(Generic[Row]):
+    """Some rows by their step."""
+
+    def __init__(self, rows: Columns[Row], places: array[int]) -> None:
+        self._rows, self._places = rows, places  # these are sorted by their steps
+        steps = rows.column("step")
+        self._steps = array(steps.typecode, map(steps.__getitem__, places))
+
+    def __iter__(self) -> Iterator[int]:
+        return (step for step, _ in itertools.groupby(self._steps))
+
+    def __getitem__(self, step: int) -> Chosen[Row]:
+        first, stop = bisect_left(self._steps, step), bisect_right(self._steps, step)
+        return Chosen(self._rows, self._places[first:stop])
 
 
-_Step = tuple[int, list[Span], int]
+def spans_by_step(found: RankSpans) -> ByStep[Span]:
+    """Return the spans of the program's thread by their step, sorted by their starts."""
+    spans = as_columns(Span, found.spans)
+    own = spans.places("thread", 0)
+    return ByStep(spans, spans.order("step", "start", "-stop", places=own))
 
 
-def by_step(found: RankSpans) -> dict[int, _Step]:
-    """For each finished step its start, the sorted spans of the program's thread, and its end."""
-    spans = sorted((s for s in found.spans if s.thread == 0), key=lambda s: (s.start, -s.stop))
-    grouped: dict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        grouped[span.step].append(span)
+def buckets_by_step(found: RankSpans) -> ByStep[Bucket]:
+    """Return the buckets of each step."""
+    buckets = as_columns(Bucket, found.buckets)
+    return ByStep(buckets, buckets.order("step"))
+
+
+class _Step(NamedTuple):
+    """A step that a rank has finished."""
+
+    number: int
+    start: int
+    stop: int
+    spans: Chosen[Span]  # of the program's thread, sorted by their starts
+    buckets: Sequence[Bucket]
+
+
+def _finished(found: RankSpans) -> Iterator[_Step]:
+    """Yield the steps that a rank has finished, in their order."""
+    spans, buckets = spans_by_step(found), buckets_by_step(found)
     # With several optimizers, the last step may have ended for some of them alone.
-    ended = {end.step for end in found.step_ends} or {*grouped}
-    ends = {s.step: s.stop for s in spans if s.name == "optimizer" and s.step in ended}
-    finished: dict[int, _Step] = {}
-    for step, end in ends.items():
-        # Before the first step there is all that begins the program.
-        first = min(span.start for span in grouped[step] if span.name != "wait" or step - 1 in ends)
-        start = ends.get(step - 1, first)
-        if start >= end:  # as only a damaged trace has it
+    ended = {end.step for end in found.step_ends}
+    former, former_stop = -1, 0
+    for number in spans:
+        own = spans[number]
+        stops = [span.stop for span in own if span.name == "optimizer"]
+        if not stops or (ended and number not in ended):
             continue
-        of_step = [s for s in grouped[step] if start <= s.start < end]
-        finished[step] = start, [*_without_parts_of_evaluations(of_step)], end
-    return finished
+        # Before the first step there is all that begins the program.
+        has_former, start = number == former + 1 and former >= 0, former_stop
+        if not has_former:
+            start = min(span.start for span in own if span.name != "wait")
+        former, former_stop = number, stops[-1]
+        if start < former_stop:  # unless the trace is damaged
+            of_step = spans_within(own, start, former_stop)
+            yield _Step(number, start, former_stop, of_step, buckets[number])
 
 
-def _without_parts_of_evaluations(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the sorted spans but for the data and the forwards of evaluations."""
-    until = 0
-    for span in spans:
-        if span.name == "evaluation":
-            until = max(until, span.stop)
-        if span.name not in _OF_TRAINING or span.start >= until:
-            yield span
+def spans_within(spans: Chosen[Span], start: int, stop: int) -> Chosen[Span]:
+    """Return those that begin within a step, but for the data and the forwards of evaluations."""
+
+    def are_taken() -> Iterator[bool]:
+        until = 0
+        for span in spans:
+            is_within = start <= span.start < stop
+            if is_within and span.name == "evaluation":
+                until = max(until, span.stop)
+            yield is_within and (span.name not in _OF_TRAINING or span.start >= until)
+
+    return spans.where(are_taken())
 
 
-def waits_among(spans: Iterable[Span]) -> list[Span]:
+def waits_among(spans: Chosen[Span]) -> Chosen[Span]:
     """Return the waits for other ranks."""
-    return [span for span in spans if span.name == "wait"]
+    return spans.where(span.name == "wait" for span in spans)
 
 
 def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
@@ -180,23 +235,24 @@ def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list
     ]
 
 
-def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hidden: int) -> Share:
-    start, spans, stop = own
+def _share(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> Share:
     phases = dict.fromkeys(PHASES, 0)
     between: Counter[tuple[str, str]] = Counter()
-    parts = pieces(start, spans, stop)
-    for index, (begin, end, name) in enumerate(parts):
+    # Around a step there are others, that end with their optimizer.
+    edge = [(0, 0, "optimizer")]
+    parts = itertools.chain(edge, pieces(step.start, step.spans, step.stop), edge)
+    (_, _, before), (begin, end, name) = next(parts), next(parts)
+    for after_begin, after_end, after in parts:
         phase = _PHASES_OF_SPANS.get(name, name)
         if phase in phases:
             phases[phase] += end - begin
         if name == "other":
-            before = parts[index - 1][2] if index else "optimizer"
-            after = parts[index + 1][2] if index + 1 < len(parts) else "optimizer"
             between[before, after] += end - begin
-    backwards = [(s.start, s.stop) for s in spans if s.name in _SENDS_GRADIENTS]
+        before, begin, end, name = name, after_begin, after_end, after
+    gradients = _union((s.start, s.stop) for s in step.spans if s.name in _SENDS_GRADIENTS)
     waits_for: Counter[int] = Counter()
     transfer = of_gradients = 0
-    waits = waits_among(spans)
+    waits = waits_among(step.spans)
     for index, span in enumerate(waits):
         waited = 0
         if last:
@@ -205,59 +261,58 @@ def _share(rank: int, step: int, own: _Step, last: Sequence[tuple[int, int]], hi
             waits_for[rank_of_last] += waited
         exposed = span.stop - span.start - waited
         transfer += exposed
-        of_gradients += exposed * any(s <= span.start < e for s, e in backwards)
+        around = bisect_right(gradients, (span.start, _NEVER)) - 1
+        of_gradients += exposed * (around >= 0 and span.start < gradients[around][1])
     return Share(
         rank=rank,
-        step=step,
-        start=start,
-        stop=stop,
+        step=step.number,
+        start=step.start,
+        stop=step.stop,
         own=phases,
-        waits_for=dict(waits_for),
+        waits_for=waits_for,
         transfer=transfer,
         of_gradients=of_gradients,
-        hidden=hidden,
-        between=dict(between),
+        hidden=_hidden(step.buckets, waits),
+        between=between,
         is_matched=bool(last) or not waits,
     )
 
 
-def pieces(start: int, spans: Iterable[Span], stop: int) -> list[tuple[int, int, str]]:
+def pieces(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[int, int, str]]:
     """Cut the time from ``start`` to ``stop`` up by the innermost span, or "other" where is none.
 
     The spans are nested, and sorted by their starts.
     """
-    found: list[tuple[int, int, str]] = []
     around: list[Span] = []  # the spans that are open
     now = start
 
-    def go_on(time: int) -> int:
+    def until(time: int) -> Iterator[tuple[int, int, str]]:
+        nonlocal now
         if time > now:
-            found.append((now, time, around[-1].name if around else "other"))
-        return max(now, time)
+            yield now, time, around[-1].name if around else "other"
+            now = time
 
     for span in spans:
         while around and around[-1].stop <= span.start:
-            now = go_on(around[-1].stop)
+            yield from until(around[-1].stop)
             around.pop()
-        now = go_on(span.start)
+        yield from until(span.start)
         around.append(span)
     while around:
-        now = go_on(around[-1].stop)
+        yield from until(around[-1].stop)
         around.pop()
-    go_on(stop)
-    return found
+    yield from until(stop)
 
 
-def _hidden(buckets: Iterable[Bucket], spans: Sequence[Span]) -> int:
+def _hidden(buckets: Iterable[Bucket], waits: Iterable[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
-    under_way = _union((bucket.launched, bucket.done) for bucket in buckets)
-    waits = _union((span.start, span.stop) for span in waits_among(spans))
-    both = sum(
-        max(0, min(stop, end) - max(start, begin))
-        for start, stop in under_way
-        for begin, end in waits
-    )
-    return sum(stop - start for start, stop in under_way) - both
+    waiting = [(span.start, span.stop) for span in waits]
+    under_way = [(bucket.launched, bucket.done) for bucket in buckets]
+    return _length(_union(under_way + waiting)) - _length(_union(waiting))
+
+
+def _length(intervals: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -265,7 +320,7 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for start, stop in sorted(intervals):
         if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
+        elif start < stop:  # unless the trace is damaged
             found.append((start, stop))
     return found
 
@@ -312,11 +367,10 @@ def gradient_bytes(found: RankSpans) -> Counter[int]:
     sizes: Counter[int] = Counter()
     for bucket in found.buckets:
         sizes[bucket.step] += found.bucket_facts[bucket.number]["bytes"]
-    rows = sorted((span.start, span.stop) for span in found.spans if span.name == "rows")
-    starts = [start for start, _ in rows]
-    for wait in waits_among(found.spans) if rows else ():
-        index = bisect_right(starts, wait.start) - 1
-        if index >= 0 and wait.stop <= rows[index][1]:
+    rows = _union((span.start, span.stop) for span in found.spans if span.name == "rows")
+    for wait in found.spans if rows else ():
+        index = bisect_right(rows, (wait.start, _NEVER)) - 1
+        if wait.name == "wait" and index >= 0 and wait.stop <= rows[index][1]:
             sizes[wait.step] += wait.num_bytes
     return sizes
 
@@ -324,40 +378,47 @@ def gradient_bytes(found: RankSpans) -> Counter[int]:
 def collective_bytes(found: RankSpans) -> Counter[int]:
     """Return by step the bytes that the rank gave to collectives of lockstep's."""
     sizes: Counter[int] = Counter()
-    for wait in waits_among(found.spans):
-        sizes[wait.step] += wait.num_bytes
+    for span in found.spans:
+        if span.name == "wait":
+            sizes[span.step] += span.num_bytes
     return sizes
 
 
 def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Summary:
     """Return what the report begins with; the first step, which is like no other, doesn't count."""
     counted = steps[1:] if len(steps) > 2 else steps
-    every = [share for together in counted for share in together]
-    total = max(1, sum(share.total for share in every))
-    lengths = [length(together) / 1e9 for together in counted]
+    lengths, numbers = array("d"), set[int]()
+    sums, phases = Counter[str](), Counter[str]()
+    between = Counter[tuple[str, str]]()
+    for together in counted:
+        lengths.append(length(together) / 1e9)
+        numbers.add(together[0].step)
+        sums["unmatched"] += not together[0].is_matched
+        for share in together:
+            phases.update(share.own)
+            between.update(share.between)
+            for name in ("total", "waiting", "transfer", "of_gradients", "hidden"):
+                sums[name] += getattr(share, name)
+    total = max(1, sums["total"])
     low, _, high = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else [lengths[0]] * 3
-    between: Counter[tuple[str, str]] = Counter()
-    for share in every:
-        between.update(share.between)
     facts, late = ranks[0].facts, late_rank(counted)
-    numbers = {together[0].step for together in counted}
     slow = ranks if late is None else [found for found in ranks if found.rank == late.rank]
     return Summary(
         num_ranks=len(ranks),
         num_steps=len(steps),
         seconds_per_step=statistics.fmean(lengths),
         spread=(low, high),
-        phases={phase: sum(share.own[phase] for share in every) / total for phase in PHASES},
-        waiting=sum(share.waiting for share in every) / total,
-        transfer=sum(share.transfer for share in every) / total,
-        of_gradients=sum(share.of_gradients for share in every) / total,
-        hidden=sum(share.hidden for share in every) / total,
+        phases={phase: phases[phase] / total for phase in PHASES},
+        waiting=sums["waiting"] / total,
+        transfer=sums["transfer"] / total,
+        of_gradients=sums["of_gradients"] / total,
+        hidden=sums["hidden"] / total,
         gradient_bytes=_mean(map(gradient_bytes, ranks), numbers),
         collective_bytes=_mean(map(collective_bytes, ranks), numbers),
         is_hooked=any(each.get("hooked") for each in ranks[0].bucket_facts.values()),
         is_sharded=any(each.get("deferred") for each in ranks[0].bucket_facts.values()),
         between=between.most_common(1)[0][0] if between else ("optimizer", "optimizer"),
-        num_unmatched=sum(not together[0].is_matched for together in counted),
+        num_unmatched=sums["unmatched"],
         late=late,
         loader=slowest_loader(slow, numbers),
         num_ranks_of_host=facts.get("local_world_size", len(ranks)),

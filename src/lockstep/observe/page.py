@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import statistics
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+from jinja2.utils import htmlsafe_json_dumps
 
 from lockstep.observe.analysis import Share
+from lockstep.observe.columns import Columns
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
 
@@ -33,6 +36,7 @@ _KINDS = {
     "bucket": "bucket",
     "all-reduce": "reduce",
 }
+_SORTED_KINDS = sorted(_KINDS)
 _WITHIN_OTHERS = ("wait", "launch", "rows")
 _MOST_COUNTS = 2**31 - 1
 # A number has the kind of a span and, as a multiple of this, its line.
@@ -47,25 +51,46 @@ def page(
     steps: Sequence[Sequence[Share]],
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
     sections: Sequence[Section] = (),
-) -> str:
-    """Return the page's HTML: paragraphs, the table of ranks, sections, what its script draws."""
+) -> Iterator[str]:
+    """Yield the page's HTML: paragraphs, the table of ranks, sections, what its script draws."""
     columns, rows = table
-    environment = jinja2.Environment(autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {}  # keys stay in their order
     source = resources.files("lockstep.observe").joinpath("report.html.j2").read_text()
     logged = _logged(ranks)
-    curves = [section.curves for section in sections]
-    return environment.from_string(source).render(
-        title=title,
-        words=words,
-        facts=facts,
-        columns=columns,
-        rows=rows,
-        buckets=_buckets(ranks[0]),
-        logged=[*logged],
-        sections=sections,
-        data=_drawn(ranks, steps) | {"logged": logged, "curves": curves},
+    data = _drawn(ranks, steps)
+    data |= {"logged": logged, "curves": [section.curves for section in sections]}
+    yield from (
+        jinja2.Environment(autoescape=True)
+        .from_string(source)
+        .generate(
+            title=title,
+            words=words,
+            facts=facts,
+            columns=columns,
+            rows=rows,
+            buckets=_buckets(ranks[0]),
+            logged=[*logged],
+            sections=sections,
+            data=(htmlsafe_json_dumps(part, dumps=str) for part in _json(data)),
+        )
     )
+
+
+def _json(value: Any) -> Iterator[str]:
+    """Yield JSON in parts. What is long is an iterator, whose elements are made one at a time."""
+    if isinstance(value, dict):
+        yield "{"
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{', ' * (number > 0)}{json.dumps(name)}: "
+            yield from _json(each)
+        yield "}"
+    elif isinstance(value, Iterator):
+        yield "["
+        for number, each in enumerate(value):
+            yield ", " * (number > 0)
+            yield from _json(each)
+        yield "]"
+    else:
+        yield json.dumps(value)
 
 
 def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> dict[str, Any]:
@@ -73,32 +98,12 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> dict
     zero = min(span.start for found in ranks for span in found.spans)
     end = max(span.stop for found in ranks for span in found.spans) - zero
     unit = max(100, end // _MOST_COUNTS + 1)  # in nanoseconds
-    kinds = [*_KINDS]
-    drawn = []
-    for found in ranks:
-        entries = sorted(_entries(found))
-        lanes = _lanes(entries)
-        starts = [(start - zero) // unit for start, *_ in entries]
-        lengths = [max(0, stop - start) // unit for start, stop, _, _ in entries]
-        drawn.append(
-            {
-                "name": f"rank {found.rank}",
-                "start": _packed(starts),
-                "length": _packed(lengths),
-                "kind": _packed(
-                    kinds.index(kind) + _LANE * lane
-                    for (_, _, kind, _), lane in zip(entries, lanes, strict=True)
-                ),
-                "longest": max(lengths),
-                "lanes": max(lanes) + 1,
-            }
-        )
     return {
         "unit": unit / 1000,
         "end": end // unit + 1,
         "kinds": [*_KINDS.values()],
-        "labels": kinds,
-        "ranks": drawn,
+        "labels": [*_KINDS],
+        "ranks": (_rank(found, zero, unit) for found in ranks),
         "steps": {
             "start": _packed((min(s.start for s in each) - zero) // unit for each in steps),
             "length": _packed(max(s.total for s in each) // unit for each in steps),
@@ -107,42 +112,71 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> dict
     }
 
 
-def _entries(found: RankSpans) -> Iterable[tuple[int, int, str, int]]:
-    """Yield start, end, kind and depth of what is drawn; buckets have depths from 10 on."""
+def _rank(found: RankSpans, zero: int, unit: int) -> dict[str, Any]:
+    entries = Columns(_Entry, _entries(found))
+    entries.sort("start", "stop", "kind", "depth")
+    lanes = array("h", _lanes(entries))
+    kinds = [[*_KINDS].index(kind) for kind in _SORTED_KINDS]
+    pairs = zip(entries.of("kind"), lanes, strict=True)
+    return {
+        "name": f"rank {found.rank}",
+        "start": _packed((start - zero) // unit for start in entries.of("start")),
+        "length": _packed(_lengths(entries, unit)),
+        "kind": _packed(kinds[kind] + _LANE * lane for kind, lane in pairs),
+        "longest": max(_lengths(entries, unit)),
+        "lanes": max(lanes) + 1,
+    }
+
+
+def _lengths(entries: Iterable[_Entry], unit: int) -> Iterator[int]:
+    return (max(0, each.stop - each.start) // unit for each in entries)
+
+
+class _Entry(NamedTuple):
+    """Something that is drawn."""
+
+    start: int
+    stop: int
+    kind: int  # its place among the sorted ones
+    depth: int  # those of buckets are from 10 on
+
+
+def _entries(found: RankSpans) -> Iterator[_Entry]:
+    places = {kind: place for place, kind in enumerate(_SORTED_KINDS)}
     for span in found.spans:
         if span.thread == 0 and span.name in _KINDS:
-            yield span.start, span.stop, span.name, int(span.name in _WITHIN_OTHERS)
+            within = int(span.name in _WITHIN_OTHERS)
+            yield _Entry(span.start, span.stop, places[span.name], within)
     for bucket in found.buckets:
-        yield bucket.ready, bucket.done, "bucket", 10 + bucket.number
-        yield bucket.launched, bucket.done, "all-reduce", 10 + bucket.number
+        depth = 10 + bucket.number
+        yield _Entry(bucket.ready, bucket.done, places["bucket"], depth)
+        yield _Entry(bucket.launched, bucket.done, places["all-reduce"], depth)
 
 
-def _lanes(entries: Sequence[tuple[int, int, str, int]]) -> list[int]:
-    """Return a line for each entry: one for spans, one for waits, and as many as buckets need."""
+def _lanes(entries: Iterable[_Entry]) -> Iterator[int]:
+    """Yield a line for each entry: one for spans, one for waits, and as many as buckets need."""
     free: list[int] = []  # by line of buckets, until when it is taken
-    line_of: dict[tuple[int, int], int] = {}
-    lanes = []
+    lines: dict[int, tuple[int, int]] = {}  # by depth, the end of the last bucket and its line
     for start, stop, _, depth in entries:
         if depth < 10:
-            lanes.append(depth)
+            yield depth
             continue
-        line = line_of.get((depth, stop))  # an all-reduce is drawn upon its bucket
-        if line is None:
+        end, line = lines.get(depth, (0, -1))
+        if line < 0 or end != stop:  # an all-reduce is drawn upon its bucket
             line = next((i for i, until in enumerate(free) if until <= start), len(free))
             free[line : line + 1] = [stop]
-            line_of[depth, stop] = line
-        lanes.append(2 + line)
-    return lanes
+            lines[depth] = stop, line
+        yield 2 + line
 
 
 def _packed(numbers: Iterable[int]) -> str:
     # Of a damaged trace, times of buckets may be far from those of spans.
     within = (max(-_MOST_COUNTS, min(_MOST_COUNTS, number)) for number in numbers)
-    return base64.b64encode(zlib.compress(array("i", within).tobytes())).decode()
+    return base64.b64encode(zlib.compress(array("i", within))).decode()
 
 
 def _buckets(found: RankSpans) -> list[dict[str, str]]:
-    times: dict[int, list[float]] = defaultdict(list)
+    times: dict[int, array[float]] = defaultdict(lambda: array("d"))
     for bucket in found.buckets:
         times[bucket.number].append((bucket.done - bucket.ready) / 1e6)
     return [
@@ -158,14 +192,16 @@ def _buckets(found: RankSpans) -> list[dict[str, str]]:
     ]
 
 
-def _logged(ranks: Sequence[RankSpans]) -> dict[str, list[tuple[int, float]]]:
-    """By name, what was logged on the first rank that logged it."""
-    found: dict[str, list[tuple[int, float]]] = {}
+def _logged(ranks: Sequence[RankSpans]) -> dict[str, Iterator[tuple[int, float]]]:
+    """By name, what was logged on the first rank that logged it: steps and values."""
+    found: dict[str, tuple[array[int], array[float]]] = {}
     for rank in ranks:
-        own: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        own: dict[str, tuple[array[int], array[float]]] = {}
         for entry in rank.logged:
             for name, value in entry["log"].items():
-                if math.isfinite(value):
-                    own[name].append((entry["step"], value))
-        found = {**own, **found}
-    return found
+                if math.isfinite(value) and name not in found:
+                    steps, values = own.setdefault(name, (array("q"), array("d")))
+                    steps.append(entry["step"])
+                    values.append(value)
+        found = own | found
+    return {name: zip(*both, strict=True) for name, both in found.items()}

@@ -200,7 +200,6 @@ def predict(
     num_ranks, num_samples, error = len(ranks), 0, 0.0
     if num_ranks < 2 or not any(each.events for together in timelines for each in together):
         return None
-    every = [share for together in steps for share in together]
     measured = statistics.fmean(length(together) / 1e9 for together in steps)
     differences = _differences(timelines)
 
@@ -224,8 +223,8 @@ def predict(
         enough = -(-num_samples * num_ranks // _FITTED_WAITS)
         error, network = fit(measured_steps[::enough])
     powers = {2**power for power in range(1, _MOST_RANKS.bit_length())}
-    waiting = statistics.fmean(share.waiting for share in every) / 1e9
-    transfer = statistics.fmean(share.transfer for share in every) / 1e9
+    waiting = statistics.fmean(share.waiting for each in steps for share in each) / 1e9
+    transfer = statistics.fmean(share.transfer for each in steps for share in each) / 1e9
     measured_own = measured - waiting - transfer
     rows = [row(number, network) for number in sorted(powers | {num_ranks})]
     return Prediction(

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.observe.columns import Columns
+from lockstep.observe.columns import Columns, as_columns, in_order
 
 END_OF_EPOCH = -1  # in place of a number of samples
 _ENDS_EVALUATION = ("data", "backward", "average", "optimizer")
@@ -104,31 +104,36 @@ def loader_uses(found: RankSpans, steps: Collection[int]) -> list[LoaderUse]:
     """Return the rank's loaders, with what these steps spent on them."""
     trained = itertools.compress(found.batches, trained_batches(found))
     trains = {batch.loader for batch in trained}
+    times = _times(found, steps)
     uses = []
     for number, facts in sorted(found.loaders.items()):
-        firsts, others = _times_of(found, number, steps)
+        firsts, others = times[number]
         words = facts["dataset"], facts["workers"], facts["persistent"], number in trains
         uses.append(LoaderUse(number, *words, len(firsts), sum(firsts), len(others), sum(others)))
     return uses
 
 
-def _times_of(
-    found: RankSpans, loader: int, steps: Collection[int]
-) -> tuple[list[float], list[float]]:
-    """Return the seconds that the first batches of epochs took, and those of the others."""
-    batches = sorted(b for b in found.batches if b.loader == loader)
-    spans = sorted(
-        (s.stop, s.start) for s in found.spans if s.name == "data" and s.detail == str(loader)
-    )
-    times: tuple[list[float], list[float]] = ([], [])
-    is_first = True
-    for batch, (stop, start) in zip(batches, spans, strict=False):
+def _times(
+    found: RankSpans, steps: Collection[int]
+) -> dict[int, tuple[array[float], array[float]]]:
+    """By loader, the seconds that the first batches of epochs took, and those of the others."""
+    lengths: dict[str, array[int]] = defaultdict(lambda: array("q"))  # by loader, of its loads
+    times: dict[int, tuple[array[float], array[float]]]
+    times = defaultdict(lambda: (array("d"), array("d")))
+    num_loads = Counter[int]()
+    within = set[int]()  # the loaders that have begun an epoch
+    for span in found.spans:  # these are sorted by their stops
+        if span.name == "data":
+            lengths[span.detail].append(span.stop - span.start)
+    for _, batch in _in_time(found.batches):
+        loads, number = lengths[str(batch.loader)], num_loads[batch.loader]
+        num_loads[batch.loader] += 1
         if batch.num_samples == END_OF_EPOCH:
-            is_first = True
+            within.discard(batch.loader)
             continue
-        if batch.step in steps:
-            times[not is_first].append((stop - start) / 1e9)
-        is_first = False
+        if batch.step in steps and number < len(loads):
+            times[batch.loader][batch.loader in within].append(loads[number] / 1e9)
+        within.add(batch.loader)
     return times
 
 
@@ -152,22 +157,28 @@ def tell_apart(found: RankSpans, spans: Columns[Span], ends: Columns[StepEnd]) -
     del samples
     spans.sort("stop")
     _put_loaders(spans, found.batches)
-    evaluations = [*_evaluations(spans, found.batches, trained)]
-    evaluations += [span for span in spans if span.name == "evaluation"]
+    evaluations = Columns(Span, _evaluations(spans, found.batches, trained))
+    for span in spans:
+        if span.name == "evaluation":
+            evaluations.append(span)
+    evaluations.sort("start")
     spans.remove("name", "evaluation")
     for span in _joined(evaluations):
         spans.append(span)
 
 
-def _joined(evaluations: Sequence[Span]) -> list[Span]:
-    """Return them as one where they touch or overlap."""
-    joined: list[Span] = []
-    for span in sorted(evaluations, key=lambda span: span.start):
-        if joined and span.start <= joined[-1].stop:
-            joined[-1] = joined[-1]._replace(stop=max(joined[-1].stop, span.stop))
-        else:
-            joined.append(span)
-    return joined
+def _joined(evaluations: Iterable[Span]) -> Iterator[Span]:
+    """Yield them as one where they touch or overlap; they are sorted by their starts."""
+    joined = None
+    for span in evaluations:
+        if joined is None or span.start > joined.stop:
+            if joined is not None:
+                yield joined
+            joined = span
+        elif span.stop > joined.stop:
+            joined = joined._replace(stop=span.stop)
+    if joined is not None:
+        yield joined
 
 
 def trained_batches(found: RankSpans) -> bytearray:
@@ -201,12 +212,12 @@ def trained_batches(found: RankSpans) -> bytearray:
 
 def _starts(spans: Iterable[Span], names: Sequence[str]) -> array[int]:
     """Return when the program's thread or another began spans of these names, sorted."""
-    return array("q", sorted(span.start for span in spans if span.name in names))
+    return in_order(span.start for span in spans if span.name in names)
 
 
 def _in_time(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
     """Yield the batches by their times, and the place of each."""
-    for index in sorted(range(len(batches)), key=[batch.time for batch in batches].__getitem__):
+    for index in as_columns(Batch, batches).order("time"):
         yield index, batches[index]
 
 
@@ -230,8 +241,11 @@ def _evaluations(
 ) -> Iterator[Span]:
     """Yield an evaluation for each batch, from its load to what follows."""
     marks = _starts((span for span in spans if not span.thread), _ENDS_EVALUATION)
-    loads = [span for span in spans if span.name == "data" and not span.thread]
-    stops = array("q", (span.stop for span in loads))
+    starts, stops = array("q"), array("q")  # of loads
+    for span in spans:
+        if span.name == "data" and not span.thread:
+            starts.append(span.start)
+            stops.append(span.stop)
     trains = {batch.loader for batch in itertools.compress(batches, trained)}
     for index, batch in _in_time(batches):
         is_evaluated = not trained[index] and (
@@ -239,7 +253,7 @@ def _evaluations(
         )
         before = bisect_right(stops, batch.time) - 1
         if before >= 0 and is_evaluated and not batch.thread:
-            start, stop = loads[before].start, stops[before]
+            start, stop = starts[before], stops[before]
             if batch.num_samples != END_OF_EPOCH:
                 following = bisect_left(marks, stop)
                 stop = marks[following] if following < len(marks) else stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
             title = f"lockstep: {printable(path.resolve().name)}"
             html = page(title, words, facts, ranks, steps, (columns, rows), shown)
             with new_text(path / "report.html") as file:
-                file.write(html)
+                file.writelines(html)
     except OSError as error:  # a full disk, mostly: what it shows is told all the same
         unwritten = error
     console = Console(highlight=False, markup=False)
@@ -90,13 +91,17 @@ def _where(
     ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of the table of ranks, in ms a step."""
-    phases = [phase for phase in PHASES if any(s.own[phase] for each in steps for s in each)]
-    rows = []
-    for index, found in enumerate(ranks):
-        own = [together[index] for together in steps]
-        sums = [sum(share.own[phase] for share in own) for phase in phases]
-        sums += [sum(getattr(s, name) for s in own) for name in ("waiting", "transfer", "total")]
-        rows.append([str(found.rank), *(f"{value / len(own) / 1e6:,.2f}" for value in sums)])
+    sums = [Counter[str]() for _ in ranks]
+    for together in steps:
+        for share, own in zip(together, sums, strict=True):
+            own.update(share.own)
+            own.update({name: getattr(share, name) for name in ("waiting", "transfer", "total")})
+    phases = [phase for phase in PHASES if any(own[phase] for own in sums)]
+    names = [*phases, "waiting", "transfer", "total"]
+    rows = [
+        [str(found.rank), *(f"{own[name] / len(steps) / 1e6:,.2f}" for name in names)]
+        for found, own in zip(ranks, sums, strict=True)
+    ]
     return ["rank", *phases, "waiting", "transfer", "whole step"], rows
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lockstep.observe.analysis import Share, length
+from lockstep.observe.columns import Chosen
 from lockstep.observe.predict import Network, Prediction, Row
-from lockstep.observe.records import LoaderUse, RankSpans, loader_uses
+from lockstep.observe.records import LoaderUse, RankSpans, StepEnd, loader_uses
 
 _MAX_POINTS = 500  # of a curve
 _MAX_COLUMNS = 8  # of ranks that are waited for
@@ -151,7 +152,7 @@ _KINDS_OF_MEMORY = {
 
 def memory(ranks: Sequence[RankSpans]) -> Section | None:
     """Return each rank's most memory and its course, if the trace has it."""
-    noted = [[end for end in found.step_ends if end.memory] for found in ranks]
+    noted = [_noted(found.step_ends) for found in ranks]
     kinds = [kind for kind in _KINDS_OF_MEMORY if any(kind in e.memory for r in noted for e in r)]
     if not kinds:
         return None
@@ -172,6 +173,10 @@ def memory(ranks: Sequence[RankSpans]) -> Section | None:
         note += " The curves are of what is allocated on the device."
     columns = ("rank", *(_KINDS_OF_MEMORY[kind] for kind in kinds))
     return Section("Memory", note, columns, rows, curves)
+
+
+def _noted(ends: Sequence[StepEnd]) -> Chosen[StepEnd]:
+    return Chosen(ends, range(len(ends))).where(bool(end.memory) for end in ends)
 
 
 _SCALING = (

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from lockstep.observe.analysis import Share, buckets_by_step, by_step, pieces, waits_among
+from lockstep.observe.analysis import (
+    Share,
+    buckets_by_step,
+    pieces,
+    spans_by_step,
+    spans_within,
+    waits_among,
+)
+from lockstep.observe.columns import Chosen
 from lockstep.observe.records import Bucket, RankSpans, Span
 
 _MAX_STEPS = 64  # more would change the result little
@@ -66,13 +74,13 @@ class RankStep(NamedTuple):
     """What the program's thread of one rank does in one step."""
 
     share: Share
-    spans: list[Span]  # sorted by their starts
+    spans: Chosen[Span]  # sorted by their starts
     buckets: list[tuple[int, Span]]  # when each was launched, and the wait for it, in their order
     others: list[Span]  # other waits
 
     def timeline(self) -> Timeline:
         """Return the step by the rank's own clock."""
-        parts = pieces(self.share.start, self.spans, self.share.stop)
+        parts = [*pieces(self.share.start, self.spans, self.share.stop)]
         starts = [start for start, _, _ in parts]
         sums = [(0, 0)]
         for start, stop, name in parts:
@@ -106,13 +114,14 @@ def rank_steps(
     chosen = steps[:: -(-len(steps) // _MAX_STEPS)]
     by_rank = []
     for index, found in enumerate(ranks):
-        own, buckets = by_step(found), buckets_by_step(found)
+        spans, buckets = spans_by_step(found), buckets_by_step(found)
         shares = [together[index] for together in chosen]
-        by_rank.append([_rank_step(s, own[s.step][1], buckets[s.step]) for s in shares])
+        by_rank.append([_rank_step(s, spans[s.step], buckets[s.step]) for s in shares])
     return [[*together] for together in zip(*by_rank, strict=True)]
 
 
-def _rank_step(share: Share, spans: list[Span], buckets: list[Bucket]) -> RankStep:
+def _rank_step(share: Share, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:
+    spans = spans_within(of_step, share.start, share.stop)
     waits = waits_among(spans)
     stops = [wait.stop for wait in waits]
     launches: dict[int, int] = {}  # by the index of the wait for a bucket

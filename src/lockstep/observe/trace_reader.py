@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ class _Reader:
     def _take_facts(self, found: dict[str, Any], line: bytes) -> None:
         if "log" in found:
             _checked(found, _LOG, 3)
-            self._logged.lines.append(line)
+            self._logged.add(line)
         elif "end_of" in found:
             facts = _checked(found, _STEP_END, 2)
             end = StepEnd(facts["end_of"], facts["time"], 0, facts.get("memory", {}))
@@ -253,18 +254,21 @@ class _Reader:
 
 
 class _Logged(Sequence[dict[str, Any]]):
-    """What was logged, of lines that were checked: as dictionaries they take ten times as much."""
+    """What was logged, as the lines that were checked: dictionaries take ten times as much."""
 
     def __init__(self) -> None:
-        self.lines: list[bytes] = []
+        self._lines, self._ends = bytearray(), array("q", [0])
+
+    def add(self, line: bytes) -> None:
+        self._lines += line
+        self._ends.append(len(self._lines))
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self._ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        facts = _checked(json.loads(self.lines[index]), _LOG, 3)
+        line = self._lines[self._ends[index] : self._ends[index + 1]]
+        facts = _checked(json.loads(line), _LOG, 3)
         return facts | {"log": {printable(name): each for name, each in facts["log"].items()}}
 
 
