@@ -260,7 +260,7 @@ def test_nothing_is_left_of_buckets_for_which_memory_is_short(monkeypatch: pytes
             raise MemoryError
         return torch.zeros(numel)
 
-    monkeypatch.setattr("lockstep.grad.bucket.zero_buffer", zeros)
+    monkeypatch.setattr("lockstep.grad.memory.zero_buffer", zeros)
     with pytest.raises(MemoryError):
         reducer.begin()
     backward(reducer, parameters, [2, 1, 0])

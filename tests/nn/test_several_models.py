@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.grad.bucket import num_facts
+from lockstep.grad.facts import num_facts
 from lockstep.nn import autograd
 from lockstep.nn.backward import engines_with
 from tests.nn.parallel import BOTH, in_place, net, parts, wrapped

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.comm import shared_buffers
 from lockstep.errors import ParameterChanged
-from lockstep.grad import deferred
 from tests.ranks import run_ranks
 
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
@@ -37,7 +37,7 @@ def scaled(group: dist.ProcessGroup) -> tuple[Scaled, torch.optim.Optimizer]:
 
 @BACKENDS
 def test_one_rank_may_lack_shared_memory_for_its_second_buffer(backend, monkeypatch) -> None:
-    def zero_buffer(group, numel, dtype, device, original=deferred.zero_buffer):
+    def zero_buffer(group, numel, dtype, device, original=shared_buffers.zero_buffer):
         if group.rank() and is_full.is_set():
             return torch.zeros(numel, dtype=dtype, device=device)
         return original(group, numel, dtype, device)
@@ -57,7 +57,7 @@ def test_one_rank_may_lack_shared_memory_for_its_second_buffer(backend, monkeypa
             optimizer.zero_grad()
 
     is_full = threading.Event()
-    monkeypatch.setattr(deferred, "zero_buffer", zero_buffer)
+    monkeypatch.setattr(shared_buffers, "zero_buffer", zero_buffer)
     run_ranks(2, body, backend=backend)
 
 
@@ -83,7 +83,7 @@ def test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one() -> None:
 
 
 def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monkeypatch) -> None:
-    def share(group, tensor, original=deferred.share):
+    def share(group, tensor, original=shared_buffers.share):
         if group.rank() == 0 and fails.is_set():
             fails.clear()
             raise ValueError("on this rank alone")
@@ -103,5 +103,5 @@ def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monk
             optimizer.zero_grad()
 
     fails = threading.Event()
-    monkeypatch.setattr(deferred, "share", share)
+    monkeypatch.setattr(shared_buffers, "share", share)
     run_ranks(2, body)

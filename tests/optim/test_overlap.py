@@ -195,8 +195,9 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
         gradient_of = {n: p.grad for n, p in plain.named_parameters()}
         for bucket in buckets:
             start, stop = bucket.own_range()
-            assert stop - start <= -(-bucket.numel // size) + 64
-            for name, offset in zip(bucket.parameter_names, bucket.offsets, strict=False):
+            assert stop - start <= -(-bucket.contents.numel // size) + 64
+            names, offsets = bucket.contents.parameter_names, bucket.contents.offsets
+            for name, offset in zip(names, offsets, strict=False):
                 flat = gradient_of[name].view(-1)
                 low, high = max(start, offset), min(stop, offset + len(flat))
                 if low < high:

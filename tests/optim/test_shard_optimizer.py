@@ -113,7 +113,7 @@ def test_ranks_may_differ_in_whether_backwards_take_turns_between_two_buffers() 
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(a, b)
         (bucket,) = {p._deferred[0]() for p in model.parameters()}
-        return len(bucket._memories)
+        return len(bucket.shared.local)
 
     assert run_ranks(2, body) == [1, 2]
 

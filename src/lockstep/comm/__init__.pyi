@@ -55,6 +55,7 @@ from .join_state import sum_in_step as sum_in_step
 from .network import bind_gloo as bind_gloo
 from .network import this_kernel as this_kernel
 from .network import this_network as this_network
+from .shared_buffers import SharedBuffers as SharedBuffers
 from .shm.memory import Segment as Segment
 from .shm.memory import bytes_of as bytes_of
 from .shm.memory import check_room as check_room

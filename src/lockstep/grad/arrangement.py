@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lockstep.grad.assign import assign_buckets
-from lockstep.grad.bucket import Bucket, num_facts
+from lockstep.grad.bucket import Bucket, HookedBucket
+from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.contents import Contents
+from lockstep.grad.facts import num_facts
 from lockstep.grad.memory import gradient_dtype
 from lockstep.grad.table import GradientTable
 from lockstep.grad.unsummed import UnsummedBucket
@@ -57,34 +60,37 @@ def make_buckets(
     table: GradientTable,
     assigned: Sequence[Assigned],
     group: dist.ProcessGroup,
-    kept: Sequence[UnsummedBucket],
+    kept: Sequence[Bucket],
     *,
-    buffers_from: dist.ProcessGroup | None,
-    is_hooked: bool,
+    hook: CommHook | None,
+    is_shared: bool,
 ) -> list[Bucket]:
     """Return the buckets that are ``assigned``, in the order of ``table``.
 
-    Buckets of unsummed gradients are those that are ``kept``, if there are any.
+    Buckets of unsummed gradients are those that are ``kept``, if there are any. If it ``is_shared``
+    the memory of the others is such as ``group`` reduces in place.
     """
     buckets: list[Bucket] = []
     unsummed = iter(kept)
     for number, (indices, kind) in enumerate(assigned, 1):
-        start = buckets[-1].stop if buckets else 0
+        start = buckets[-1].contents.stop if buckets else 0
         named = [table.named[index] for index in indices]
         accumulated = memoryview(table.accumulated)[start : start + len(indices)]
-        num_told = len(table.named) if number == len(assigned) else 0
+        size = num_facts(len(table.named)) if number == len(assigned) else 0
         if kind is None:
-            bucket = Bucket(
+            contents = Contents(
                 named,
                 accumulated,
-                start=start,
-                tail_size=num_facts(num_told) if num_told else 0,
-                buffers_from=buffers_from,
-                is_hooked=is_hooked,
+                start,
+                tail_size=size,
+                buffers_from=group if is_shared and hook is None else None,
+                is_tail_apart=hook is not None,
                 like=table.named[0][1],
+            )
+            buckets.append(
+                Bucket(contents, group) if hook is None else HookedBucket(contents, group, hook)
             )
         else:
             found = next(unsummed, None)
-            bucket = kind(named, accumulated, start, group, num_told) if found is None else found
-        buckets.append(bucket)
+            buckets.append(found or kind.of(named, accumulated, start, group, size))
     return buckets

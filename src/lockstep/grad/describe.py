@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.grad.bucket import num_facts
-from lockstep.grad.deferred import DeferredBucket, facts_numel
+from lockstep.grad.facts import num_facts
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
 
@@ -24,8 +23,8 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
     if reducer._buckets:
         return [
             BucketFacts(
-                bucket.parameter_names,
-                bucket.gradients.nbytes,
+                bucket.contents.parameter_names,
+                bucket.contents.gradients.nbytes,
                 bucket.num_bytes,
                 bucket.is_deferred,
             )
@@ -40,9 +39,7 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
         num_parameters = len(reducer.table.named) if number == len(assignment) else 0
         sizes = [parameter.numel() for _, parameter in named]
         numel = sum(map(aligned, sizes)) if kind else sum(sizes)
-        if kind is DeferredBucket:
-            numel += facts_numel(num_parameters, itemsize)
-        elif num_parameters:
+        if num_parameters:
             numel += num_facts(num_parameters)
         names, own = [name for name, _ in named], sum(sizes) * itemsize
         found.append(BucketFacts(names, own, numel * itemsize, kind is not None))

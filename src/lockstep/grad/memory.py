@@ -25,11 +25,13 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from lockstep.comm import is_shared, leave_to_others
+from lockstep.comm import is_shared, leave_to_others, zero_buffer
+from lockstep.grad.comm_hook import view_like
 from lockstep.torch_private import _current_autograd_node, storage_use_count
 
 # Parameters and unsummed gradients begin at multiples of this number of elements: at whole cache
@@ -107,6 +109,55 @@ class Memory:
         are_current = [*map(operator.is_, self.views, gradients)]
         has_more = sum(counts) > _IN_A_LIST * len(counts) + sum(are_current)
         return has_more_views or has_more, are_current
+
+
+class BufferPlan(NamedTuple):
+    """What makes the memories of a bucket.
+
+    Attributes:
+        parameters: Those of the gradients.
+        offsets: The first element of each gradient, and the one after the last.
+        tail_size: The number of elements to reserve for facts.
+        dtype, device: Those of the buffer.
+        group: The group that allocates the buffer, in memory that it reduces in place, if any.
+        is_tail_apart: Whether facts have memory of their own, since a hook may resize the buffer.
+    """
+
+    parameters: Sequence[torch.Tensor]
+    offsets: Sequence[int]
+    tail_size: int
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup | None
+    is_tail_apart: bool
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the gradients, with the padding."""
+        return self.offsets[-1]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the buffer."""
+        return self.numel if self.is_tail_apart else self.numel + self.tail_size
+
+    def new(self) -> Memory:
+        """Return a memory of zeros, in which the group reduces them, if there is one."""
+        if self.group is None:
+            return self.memory_in(torch.zeros(self.size, dtype=self.dtype, device=self.device))
+        return self.memory_in(zero_buffer(self.group, self.size, self.dtype, self.device))
+
+    def memory_in(self, buffer: torch.Tensor) -> Memory:
+        """Return the memory in ``buffer``, which may have more elements."""
+        if self.is_tail_apart:
+            gradients, tail = buffer, buffer.new_zeros(self.tail_size)
+        else:
+            gradients, tail = buffer[: self.numel], buffer[self.numel : self.size]
+        views = [
+            view_like(buffer, offset, parameter)
+            for offset, parameter in zip(self.offsets, self.parameters, strict=False)
+        ]
+        return Memory(buffer, gradients, tail, views)
 
 
 def held(gradients: Sequence[torch.Tensor]) -> list[bool]:

@@ -96,6 +96,8 @@ class BucketPass:
 
     Attributes:
         num_missing: The number of gradients that the backward has yet to compute.
+        scale: The factor of gradients on their way into the memory.
+        is_averaged: Whether the group averages the gradients, instead of summing them.
         num_copied: The number of gradients that were copied before the bucket was full.
         copy_scale: The factor they were multiplied by: 1 as long as the backward may add to them.
         is_launched: Whether the bucket was launched, or skipped as no rank uses it.
@@ -106,8 +108,9 @@ class BucketPass:
         full_at, launched_at: When its last gradient came, if all have, and when it was launched.
     """
 
-    def __init__(self, num_missing: int) -> None:
-        self.num_missing, self.num_copied, self.copy_scale = num_missing, 0, 1.0
+    def __init__(self, num_missing: int, scale: float, *, is_averaged: bool) -> None:
+        self.num_missing, self.scale, self.is_averaged = num_missing, scale, is_averaged
+        self.num_copied, self.copy_scale = 0, 1.0
         self.is_launched = False
         self.work: Started | None = None
         self.hooked: torch.futures.Future[torch.Tensor] | None = None

@@ -7,20 +7,21 @@ caller calls it when a backward begins, when gradients are ready, and when the b
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from lockstep import spans
 from lockstep.comm import broadcast_tensors, mean_divisor
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.arrangement import Assigned, assigned_for, make_buckets
 from lockstep.grad.assign import FIRST_BUCKET_BYTES
-from lockstep.grad.bucket import TOLD, Bucket, without_autograd
+from lockstep.grad.bucket import Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
+from lockstep.grad.facts import Told
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientTable
@@ -80,6 +81,7 @@ class Reducer:
         # copied model that is never trained needs no buckets.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
+        self._arranged_for: CommHook | None = None  # the hook of these buckets
         # The indices of parameters whose gradients stay unsummed, which have buckets of their own.
         self._runs: list[Assigned] = []
         # What backwards have shown.
@@ -102,7 +104,7 @@ class Reducer:
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
         """The names of each bucket's parameters, in launch order, from the first backward on."""
-        return [bucket.parameter_names for bucket in self._buckets]
+        return [bucket.contents.parameter_names for bucket in self._buckets]
 
     def defer(self, runs: Sequence[tuple[Sequence[torch.Tensor], type[UnsummedBucket]]]) -> None:
         """Give each run of parameters, of one dtype and device, a bucket of unsummed gradients."""
@@ -167,41 +169,47 @@ class Reducer:
         table = self.table
         # Also if there is no memory for buckets. Gradients that came before are ``accumulated``.
         now = self._pass = ReducerPass(table.sparse, Phase.COLLECTING)
-        Bucket.open_passes(self._buckets)
+        now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
+        self._open_passes()
         if (order := self.last.order) is not None and not self.is_rearranged:
             missing = sorted({*table.order} - {*order}, reverse=True)
             agreed = torch.tensor([*order, *missing], device=table.parameters[0].device)
             broadcast_tensors(self.process_group, [agreed])  # that of rank 0
             self.is_rearranged = True  # on every rank, as none of them has raised
             self._arrange(agreed.tolist())
-        if not self._buckets or self._buckets[0].is_hooked != bool(self.comm_hook):
+        if not self._buckets or self._arranged_for is not self.comm_hook:
             self._arrange(table.order)
-        now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
         Bucket.begin_all(self._buckets)
         now.copies_early = copies_early
         now.launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # the first backward may add to a gradient twice
             for bucket in self._buckets:
-                bucket.now.copy_scale = self._scale_of(bucket)
+                bucket.now.copy_scale = bucket.now.scale
+
+    def _open_passes(self) -> None:
+        for bucket in self._buckets:
+            bucket.open_pass(self._now.scale)
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
         # The old ones are dropped before: they are as large as all gradients, and memory is short.
         self.sum_unsummed()
-        kept = [bucket for bucket in self._buckets if isinstance(bucket, UnsummedBucket)]
+        kept = [*filter(None, (bucket.when_rearranged() for bucket in self._buckets))]
         self._buckets, self._bucket_at, self._skipped = [], [], set()
-        assigned, is_hooked = self.assigned_for(order), self.comm_hook is not None
+        assigned = self.assigned_for(order)
         self.table.arrange(itertools.chain(*(one.indices for one in assigned)))
         self._buckets = make_buckets(
             self.table,
             assigned,
             self.process_group,
             kept,
-            buffers_from=self.process_group if self._is_kept and not is_hooked else None,
-            is_hooked=is_hooked,
+            hook=self.comm_hook,
+            is_shared=self._is_kept,
         )
-        Bucket.open_passes(self._buckets)
-        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.parameter_names]
+        self._arranged_for = self.comm_hook
+        self._open_passes()
+        contents = ((bucket, bucket.contents.parameters) for bucket in self._buckets)
+        self._bucket_at = [bucket for bucket, parameters in contents for _ in parameters]
 
     def assigned_for(self, order: Sequence[int]) -> list[Assigned]:
         """Return the buckets to make for gradients that become ready in ``order``."""
@@ -251,7 +259,8 @@ class Reducer:
         filling = (one for one in self._buckets[now.next_launch :] if one.now.num_missing)
         most = len(table.named)
         for bucket in itertools.islice(filling, 2):
-            most = min(most, bucket.now.num_missing, bucket.chunk if now.copies_early else most)
+            chunk = bucket.contents.chunk if now.copies_early else most
+            most = min(most, bucket.now.num_missing, chunk)
         return most
 
     def _mark_awaited(self, first: int, last: int) -> None:
@@ -263,7 +272,7 @@ class Reducer:
         now.arrivals += table.order[first:last]
         while first < last:
             bucket = self._bucket_at[first]
-            stop = min(last, bucket.stop)
+            stop = min(last, bucket.contents.stop)
             bucket.now.num_missing -= stop - first
             first = stop
             self._look_at(bucket)
@@ -288,9 +297,12 @@ class Reducer:
     def _look_at(self, bucket: Bucket) -> None:
         """Copy new gradients of ``bucket`` early, or launch buckets if it is full."""
         now = self._now
-        if now.copies_early and bucket.now.num_missing:
-            bucket.copy_ready(now.states)
-        if bucket.is_full() and self._launches_early:
+        if bucket.now.num_missing:
+            if now.copies_early:
+                bucket.contents.copy_ready(now.states)
+            return
+        bucket.now.full_at = bucket.now.full_at or spans.now()
+        if self._launches_early:
             for reducer in now.launch_order:
                 if not reducer.launch_full_buckets():
                     break
@@ -306,8 +318,8 @@ class Reducer:
             self._pass = ReducerPass(table.sparse, Phase.IDLE)
         now, position = self._pass, table.position_of[id(parameter)]
         if now.phase is not Phase.IDLE and position < len(self._bucket_at):
-            bucket = self._bucket_at[position]
-            if bucket.is_too_late_for(position - bucket.start):
+            contents = self._bucket_at[position].contents
+            if contents.is_too_late_for(position - contents.start):
                 self._gets_gradients_twice = True
                 raise late_gradient(table.name_at(position))
         if now.states[position] == READY:
@@ -328,7 +340,7 @@ class Reducer:
         self._now.phase, self._now.launch_order = Phase.FAILED, ()
         self._log.drop()
         for bucket in self._buckets:
-            bucket.undo_copies()
+            bucket.undo()
 
     def launch_full_buckets(self) -> bool:
         """Launch full buckets, up to the first that isn't; return whether only the last is left."""
@@ -352,7 +364,7 @@ class Reducer:
         while now.next_launch < last:
             self._launch()
         for bucket in self._buckets:
-            bucket.finish_hook(self.process_group)
+            bucket.finish_hook()
         for index, position in enumerate(self.table.sparse, last):
             if position not in now.reduced_sparse:
                 with naming([self.table.name_at(position)], self.process_group):
@@ -394,7 +406,7 @@ class Reducer:
             with without_autograd():
                 self.launch_all_but_last()
                 self.launch_last()
-                Bucket.wait_for_all(self._buckets, self.process_group)
+                Bucket.wait_for_all(self._buckets)
                 self.last = self._now.result(self.table.order)
                 if self.phase is not Phase.FAILED:
                     error = self._use_reduced()
@@ -409,75 +421,70 @@ class Reducer:
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
         table, now, last = self.table, self._now, self._buckets[-1]
-        num_failed, ranks = last.failed_ranks(self._size if self._averages(last) else 1)
-        if num_failed:
+        facts = last.facts()
+        if facts.num_failed:
             for bucket in self._buckets:
-                bucket.drop()
+                bucket.contents.drop()
             for parameter in table.sparse_parameters:
                 parameter.grad = None
-            return failed_elsewhere(num_failed, ranks, self.process_group)
-        was_told = last.is_any_set(TOLD, on_gpu=now.is_to_tell)
+            return failed_elsewhere(facts.num_failed, facts.sum_of_failed, self.process_group)
+        told = facts.told(on_gpu=Told(is_watched=False, is_to_tell=now.is_to_tell))
         for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
         used: Sequence[int] = table.sparse
         used_by_any: Iterable[float] = [1] * len(table.named)
         if not all(table.accumulated):
-            used_by_any = last.used_by_any()
+            used_by_any = facts.used_by_any()
             used = [position for position, number in enumerate(used_by_any) if number]
             if len(used) < len(table.named) and self._log.logs_unused:
                 unused = {*table.order} - {table.order[position] for position in used}
                 self._log.unused([table.named[index][0] for index in sorted(unused)])
-        self.last = self.last._replace(used_by_any=used_by_any, was_told=was_told)
+        self.last = self.last._replace(used_by_any=used_by_any, was_told=told.is_to_tell)
         for position in used:
             if (reduced := now.reduced_sparse.get(position)) is not None:
                 table.parameters[position].grad = reduced
             elif position not in table.sparse and not table.accumulated[position]:
-                self._bucket_at[position].use_as_grad(position - self._bucket_at[position].start)
-        Bucket.end_all(self._buckets)
+                bucket = self._bucket_at[position]
+                bucket.use_as_grad(position - bucket.contents.start)
+        if told.is_watched:
+            for bucket in self._buckets:
+                bucket.sum_watched()
+        for bucket in self._buckets:
+            bucket.settle()
         if self._log.compares:
             for bucket in self._buckets:
-                self._log.keep_of_ranks(bucket.gradients_of_ranks())
+                bucket.log_of_ranks(self._log)
             self._log.compare()
         return None
 
     def _launch(self) -> None:
         now, index = self._now, self._now.next_launch
         bucket = self._buckets[index]
-        bucket.note_launch()
+        bucket.now.launched_at = spans.now()
         is_last = index == len(self._buckets) - 1
-        if not is_last and self._skips(index, any(bucket.accumulated)):
+        if not is_last and self._skips(index, any(bucket.contents.accumulated)):
             bucket.now.is_launched, now.next_launch = True, index + 1
             return
-        is_failed, is_launched = now.phase is Phase.FAILED, bucket.now.is_launched
-        if is_failed and not is_launched:
-            # 0 for a hook, which may keep it for later steps.
-            bucket.fill_with(math.nan if self.comm_hook is None else 0)
-        elif not is_launched:  # it is if its hook has failed
-            bucket.fill(self._scale_of(bucket))
-            is_summed = self.comm_hook is None and not bucket.is_deferred
-            if self._log.compares and is_summed and now.scale == 1 / self._size:
-                self._log.keep(bucket.gradients, 1 if self._averages(bucket) else self._size)
+        is_failed = now.phase is Phase.FAILED
+        if not bucket.now.is_launched:  # it is if its hook has failed
+            if is_failed:
+                bucket.fill_failed()
+            else:
+                bucket.fill()
+                if self._log.compares and now.scale == 1 / self._size:
+                    bucket.log_filled(self._log)
         if is_last:
             # All buckets are filled by now, so the facts are final.
+            told = Told(any(bucket.is_watched() for bucket in self._buckets), now.is_to_tell)
             failed_rank = self.process_group.rank() if is_failed else None
-            facts = any(bucket.is_watched for bucket in self._buckets), now.is_to_tell
-            fractions = [fact / 4 / self._size for fact in facts]
-            bucket.write_facts(self.table.accumulated, failed_rank, fractions)
-        if self.comm_hook is None:
-            bucket.launch(self.process_group, average=self._averages(bucket))
-        else:
-            # One hook after the other: a hook may launch a second collective when its first is
-            # done, and collectives of two buckets must not interleave differently on each rank.
-            # Shown by test_hooks_of_several_collectives_keep_their_order.
-            self._buckets[max(0, index - 1)].finish_hook(self.process_group)
-            if bucket.parameter_names and not is_launched:
-                # Sparse gradients come before the last bucket.
-                number = index + len(self.table.sparse) * is_last
-                bucket.launch_hook(self.comm_hook, number, is_last=is_last)
-            if is_last:
-                bucket.finish_hook(self.process_group)
-                bucket.launch(self.process_group)
+            bucket.write_facts(self.table.accumulated, told, failed_rank)
+        # One hook after the other: a hook may launch a second collective when its first is done,
+        # and collectives of two buckets must not interleave differently on each rank. Shown by
+        # test_hooks_of_several_collectives_keep_their_order.
+        self._buckets[max(0, index - 1)].finish_hook()
+        # Sparse gradients come before the last bucket.
+        bucket.launch(index + len(self.table.sparse) * is_last, is_last=is_last)
         now.next_launch += 1
 
     def _skips(self, number: int, is_used: bool) -> bool:
@@ -488,10 +495,3 @@ class Reducer:
         if self.phase is not Phase.FAILED:
             (self._skipped.discard if is_used else self._skipped.add)(number)
         return number in self._skipped
-
-    def _averages(self, bucket: Bucket) -> bool:
-        return bucket.averages and self.comm_hook is None and self._now.scale == 1 / self._size
-
-    def _scale_of(self, bucket: Bucket) -> float:
-        """The factor by which gradients are multiplied on their way into ``bucket``."""
-        return 1 if self.comm_hook is not None or self._averages(bucket) else self._now.scale

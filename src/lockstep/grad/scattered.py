@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lockstep.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from lockstep.grad.contents import Contents
 from lockstep.grad.memory import aligned, gradient_of, set_gradient
 from lockstep.grad.unsummed import UnsummedBucket
 
@@ -31,32 +33,43 @@ class ScatteredBucket(UnsummedBucket):
     are views of the buffer, as in other buckets.
     """
 
-    is_scattered = True
-    _is_reduced = False  # whether the last launch was an all-reduce, as in join()
-    _has_holders = False  # of the memory in which the running backward adds to gradients
+    def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
+        super().__init__(contents, group)
+        # Whether the last launch was an all-reduce, as in join(); whether the program has views of
+        # the memory in which the running backward adds to gradients.
+        self._is_reduced = self._has_holders = False
 
-    @staticmethod
-    def tail_size_of(
-        parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_parameters: int
-    ) -> int:
-        """Return the number of elements that make each rank's part equally large."""
-        numel = sum(aligned(parameter.numel()) for parameter in parameters)
-        return group.size() * aligned(-(-numel // group.size())) - numel
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[tuple[str, nn.Parameter]],
+        accumulated: memoryview,
+        start: int,
+        group: dist.ProcessGroup,
+        num_facts: int,
+    ) -> Self:
+        """Make one, whose padding at the end makes the means of each rank equally many."""
+        numel = sum(aligned(parameter.numel()) for _, parameter in named)
+        padding = group.size() * aligned(-(-numel // group.size())) - numel
+        contents = Contents(
+            named, accumulated, start, tail_size=padding, buffers_from=group, is_aligned=True
+        )
+        return cls(contents, group)
 
     def own_range(self) -> tuple[int, int]:
         """Return the first element whose mean this rank has, and the one after its last."""
-        size = len(self._buffer) // self.group.size()
+        numel, size = self.contents.numel, len(self.contents.memory.buffer) // self.group.size()
         first = self.group.rank() * size
-        return min(first, self.numel), min(first + size, self.numel)
+        return min(first, numel), min(first + size, numel)
 
     def begin(self) -> None:
         """Prepare for a backward, which adds to gradients that are there."""
         self.sum_unsummed()
         super().begin()
-        self._has_holders = self._memory.has_holders(map(gradient_of, self.parameters))
+        contents = self.contents
+        self._has_holders = contents.memory.has_holders(map(gradient_of, contents.parameters))
 
-    @property
-    def is_watched(self) -> bool:  # type: ignore[override]
+    def is_watched(self) -> bool:
         """Whether the program may see its gradients past ``parameter.grad``, which gathers them.
 
         Then ranks gather them at the end of the backward; not on a GPU, where they would have to
@@ -64,21 +77,25 @@ class ScatteredBucket(UnsummedBucket):
         """
         return self._has_holders or bool(self.now.kept)
 
-    def launch(self, group: dist.ProcessGroup, *, average: bool = False) -> None:
+    def sum_watched(self) -> None:
+        """Gather the means of all ranks."""
+        self.sum_unsummed()
+
+    def launch(self, number: int, *, is_last: bool) -> None:
         """Start the reduce-scatter of the gradients.
 
         In join() it is an all-reduce: ranks without data don't know when others read gradients.
         Shown by test_ranks_may_have_loops_of_different_lengths.
         """
-        self.now.is_launched, self._is_reduced = True, join_state_of(group) is not None
+        self.now.is_launched, self._is_reduced = True, join_state_of(self.group) is not None
         start = start_all_reduce if self._is_reduced else start_reduce_scatter
-        self.now.work = start(group, self._buffer)
+        self.now.work = start(self.group, self.contents.memory.buffer)
 
     def finish(self) -> None:
         """Make the gradients unsummed: all ranks' backwards have succeeded."""
         if self._is_reduced:
             return
-        for position in itertools.compress(range(len(self.unsummed)), self.accumulated):
+        for position in itertools.compress(range(len(self.unsummed)), self.contents.accumulated):
             self.use_as_grad(position)
 
     def use_as_grad(self, position: int) -> None:
@@ -87,17 +104,17 @@ class ScatteredBucket(UnsummedBucket):
             super().use_as_grad(position)
             return
         self.now.unchanged.pop(position, None)
-        set_gradient(self.parameters[position], None)
+        set_gradient(self.contents.parameters[position], None)
         self.unsummed[position] = 1
 
-    def restore_unchanged(self) -> None:
+    def settle(self) -> None:
         """Restore the gradients that haven't grown: elsewhere, if the memory is yet to be gathered.
 
         Autograd adds to a gradient before the next backward is known of here, which gathers others.
         """
         if 1 in self.unsummed:
-            self._take_unchanged()
-        super().restore_unchanged()
+            self.contents.take_unchanged()
+        super().settle()
 
     def read(self, position: int) -> torch.Tensor | None:
         """Return the gradient at ``position``, which the program may keep and change.
@@ -106,24 +123,25 @@ class ScatteredBucket(UnsummedBucket):
         """
         if self.unsummed[position]:
             self.sum_unsummed()
-        return gradient_of(self.parameters[position])
+        return gradient_of(self.contents.parameters[position])
 
     def sum_unsummed(self) -> None:
         """Gather the means of all ranks, and make those that are unsummed the gradients."""
         if 1 not in self.unsummed:
             return
+        contents, views = self.contents, self.contents.memory.views
         with torch.no_grad():
-            all_gather_in_place(self.group, self._buffer)
-            for position in itertools.compress(range(len(self.unsummed)), self.unsummed[:]):
+            all_gather_in_place(self.group, contents.memory.buffer)
+            for position in self.unsummed_positions():
                 # In a hook of the parameter, autograd has added the next gradient already.
-                more = gradient_of(self.parameters[position])
+                more = gradient_of(contents.parameters[position])
                 if more is not None:
-                    self._views[position].add_(more)
-                kept = None if self._pass is None else self._pass.kept.get(position)
+                    views[position].add_(more)
+                kept = contents.kept.get(position)
                 if kept is not None:
-                    set_gradient(self.parameters[position], kept.copy_(self._views[position]))
+                    set_gradient(contents.parameters[position], kept.copy_(views[position]))
                 else:
-                    self._use_views(position, position + 1)
+                    contents.use_views(position, position + 1)
         self.drop_unsummed()
 
     def sum_into(self, target: torch.Tensor, start: int, *, is_often: bool = False) -> None:
@@ -132,7 +150,7 @@ class ScatteredBucket(UnsummedBucket):
 
     def means(self, start: int, stop: int) -> torch.Tensor:
         """Return the means of the elements from ``start`` to ``stop``, all of them this rank's."""
-        return self._buffer[start:stop]
+        return self.contents.memory.buffer[start:stop]
 
     new_sum = means
 
@@ -142,7 +160,7 @@ class ScatteredBucket(UnsummedBucket):
         Not the padding between them, which must stay 0, and would become NaN with the factor.
         """
         first, last = self.own_range()
-        for offset, view in zip(self.offsets, self._views, strict=False):
+        for offset, view in zip(self.contents.offsets, self.contents.memory.views, strict=False):
             start, stop = max(first, offset), min(last, offset + view.numel())
             if start < stop:
                 self.means(start, stop).mul_(factor)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import nn
 
 from lockstep.comm import uncompiled
 from lockstep.grad.bucket import Bucket
+from lockstep.grad.contents import Contents
+from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.memory import gradient_of, set_gradient
 
 # It refuses what isn't a plain parameter, unless its detach() returns one of the same class.
@@ -108,18 +111,21 @@ def part_of_gradient(parameter: torch.Tensor, start: int, stop: int) -> torch.Te
 def name_of(parameter: torch.Tensor) -> str:
     """Return the name of ``parameter`` for an error, or its shape if it isn't known by name."""
     if (found := bucket_of(parameter)) is not None:
-        return repr(found[0].parameter_names[found[1]])
+        return repr(found[0].contents.parameter_names[found[1]])
     return f"a parameter of shape {[*parameter.shape]}"
 
 
 class UnsummedBucket(Bucket, ABC):
     """A bucket whose gradients stay unsummed after a backward, until they are read or dropped.
 
-    Meanwhile autograd sees no gradient on their parameters. Its layout is that of a sharded
-    optimizer's memory.
+    Meanwhile autograd sees no gradient on their parameters. They lie as in a sharded optimizer's
+    memory.
+
+    Args:
+        contents: The gradients.
+        group: The ranks.
 
     Attributes:
-        group: The ranks.
         unsummed: For each position, 1 if the gradient is unsummed.
     """
 
@@ -127,38 +133,40 @@ class UnsummedBucket(Bucket, ABC):
     # Whether the facts can follow the gradients; otherwise they are behind those of other buckets.
     carries_facts = False
 
-    def __init__(
-        self,
+    def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
+        super().__init__(contents, group)
+        self.unsummed = bytearray(len(contents.parameters))
+        reference = weakref.ref(self)
+        for position, parameter in enumerate(contents.parameters):
+            parameter._deferred = reference, position  # type: ignore[attr-defined]
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls,
         named: Sequence[tuple[str, nn.Parameter]],
         accumulated: memoryview,
         start: int,
         group: dist.ProcessGroup,
-        num_parameters: int,  # of the reducer if it is the last bucket; otherwise 0
-    ) -> None:
-        super().__init__(
-            named,
-            accumulated,
-            start=start,
-            tail_size=self.tail_size_of([p for _, p in named], group, num_parameters),
-            buffers_from=group,
-            is_aligned=True,
-        )
-        self.group, self.unsummed = group, bytearray(len(named))
-        reference = weakref.ref(self)
-        for position, parameter in enumerate(self.parameters):
-            parameter._deferred = reference, position  # type: ignore[attr-defined]
+        num_facts: int,
+    ) -> Self:
+        """Make one, with the arguments of :class:`Contents`, and room for facts if it is last."""
 
-    @staticmethod
-    @abstractmethod
-    def tail_size_of(
-        parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, num_parameters: int
-    ) -> int:
-        """Return the number of elements of the buffer behind the gradients of ``parameters``."""
+    def log_filled(self, log: GradientLog) -> None:
+        """Nothing keeps the means."""
+
+    def when_rearranged(self) -> Self | None:
+        """Return this bucket, whose order is that of the optimizer's memory."""
+        return self
 
     def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether it has exactly these parameters, with gradients at these ``offsets``."""
-        are_same = [*map(id, parameters)] == [*map(id, self.parameters)]
-        return are_same and [*offsets] == self.offsets[:-1]
+        are_same = [*map(id, parameters)] == [*map(id, self.contents.parameters)]
+        return are_same and [*offsets] == self.contents.offsets[:-1]
+
+    def unsummed_positions(self) -> Iterator[int]:
+        """Yield the positions of unsummed gradients, of which the caller may sum each."""
+        return itertools.compress(range(len(self.unsummed)), self.unsummed[:])
 
     def are_all_unsummed(self) -> bool:
         """Whether this rank has neither read nor dropped any gradient of the last backward."""
@@ -193,7 +201,7 @@ class UnsummedBucket(Bucket, ABC):
 
     def new_sum(self, start: int, stop: int) -> torch.Tensor:
         """Return the means over the ranks of the elements from ``start`` to ``stop``."""
-        total = self._buffer.new_empty(stop - start)
+        total = self.contents.memory.buffer.new_empty(stop - start)
         self.sum_into(total, start)
         return total
 

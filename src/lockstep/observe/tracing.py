@@ -290,7 +290,7 @@ class _RankTrace:
 
     def _number_of_bucket(self, bucket: Any, index: int) -> int:
         """The number of a bucket that is sent for the first time."""
-        names = bucket.parameter_names
+        names = bucket.contents.parameter_names
         contents = index, bucket.num_bytes, *names
         former, number = self._contents.get(contents, (None, 0))
         if former is None or former() is not None:

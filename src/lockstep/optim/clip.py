@@ -66,7 +66,7 @@ def clip_grad_norm_(
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = []
     for bucket in buckets:
-        own = {*map(id, bucket.parameters)}
+        own = {*map(id, bucket.contents.parameters)}
         given = [parameter for parameter in every if id(parameter) in own]
         # Torch's counts and scales the gradient of a parameter as often as it is given.
         is_whole = len(given) == len(own) == len({*map(id, given)})
@@ -82,7 +82,7 @@ def clip_grad_norm_(
         norm = torch.nn.utils.get_total_norm(gradients, power, foreach=foreach)
         norms.append(norm.to(_dtype_of_sums(norm.device)))
     dtypes = [gradient.dtype for gradient in gradients]
-    dtypes += [bucket.parameters[0].dtype for bucket in clipped]
+    dtypes += [bucket.contents.parameters[0].dtype for bucket in clipped]
     dtype = functools.reduce(torch.promote_types, dtypes or [torch.float]).to_real()
     norms = norms or [torch.zeros((), dtype=torch.float64, device="cpu")]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), power).to(dtype)
@@ -107,7 +107,7 @@ def _norm(bucket: UnsummedBucket, power: float, *, is_whole: bool) -> Tensor | N
     rank reads one or none does.
     """
     group, is_summed = bucket.group, is_whole and bucket.are_all_unsummed()
-    device = bucket.gradients.device
+    device = bucket.contents.gradients.device
     tells = device.type == "cpu"
     if not (is_summed or tells):
         return None

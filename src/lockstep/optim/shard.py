@@ -115,7 +115,7 @@ class Shard:
             part, found = own[self.place_of(piece)], unsummed_bucket_of(parameter)
             if found is not None:
                 bucket, position = found
-                bucket.sum_into(part, bucket.offsets[position] + piece.start)
+                bucket.sum_into(part, bucket.contents.offsets[position] + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
         self._use(own)

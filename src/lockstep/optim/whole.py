@@ -82,7 +82,7 @@ class WholeParameter(Shard):
         if found is None:
             return None if gradient is None else gradient.clone()
         bucket, position = found
-        start = bucket.offsets[position]
+        start = bucket.contents.offsets[position]
         summed = bucket.new_sum(start, start + self.parameter.numel())
         return view_like(summed, 0, self.parameter)
 
