@@ -113,6 +113,11 @@ class Reducer:
         self.sum_unsummed()
         self._buckets = []  # they are made when the next backward begins
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether gradients of some parameters stay unsummed."""
+        return bool(self._runs)
+
     def sum_unsummed(self) -> None:
         """Sum the unsummed gradients of deferred buckets, before others are added to them."""
         for bucket in self._buckets:
@@ -170,7 +175,7 @@ class Reducer:
         # Also if there is no memory for buckets. Gradients that came before are ``accumulated``.
         now = self._pass = ReducerPass(table.sparse, Phase.COLLECTING)
         now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
-        self._open_passes()
+        Bucket.open_all(self._buckets, now.scale)
         if (order := self.last.order) is not None and not self.is_rearranged:
             missing = sorted({*table.order} - {*order}, reverse=True)
             agreed = torch.tensor([*order, *missing], device=table.parameters[0].device)
@@ -185,10 +190,6 @@ class Reducer:
         if copies_early and self._launches_early:  # the first backward may add to a gradient twice
             for bucket in self._buckets:
                 bucket.now.copy_scale = bucket.now.scale
-
-    def _open_passes(self) -> None:
-        for bucket in self._buckets:
-            bucket.open_pass(self._now.scale)
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
@@ -207,7 +208,7 @@ class Reducer:
             is_shared=self._is_kept,
         )
         self._arranged_for = self.comm_hook
-        self._open_passes()
+        Bucket.open_all(self._buckets, self._now.scale)
         contents = ((bucket, bucket.contents.parameters) for bucket in self._buckets)
         self._bucket_at = [bucket for bucket, parameters in contents for _ in parameters]
 

@@ -7,19 +7,17 @@ wrapped, and ``copy.deepcopy(model)`` returns a plain model.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import any_rank, broadcast_tensors, can_share, uncompiled
+from lockstep.comm import any_rank, broadcast_tensors, can_share
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import (
     MIB,
@@ -27,15 +25,12 @@ from lockstep.grad import (
     DeferredParameter,
     Reducer,
     UnsummedBucket,
-    gradient_dtype,
 )
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
+from lockstep.nn.ready_hooks import ReadyHooks
+from lockstep.nn.tracked import TrackedParameters, own_parameters, sparse_indices
 from lockstep.nn.verify import check_same_model
-from lockstep.torch_private import _BatchNorm, _current_graph_task_id
-
-_dtype_of = operator.attrgetter("dtype")
-_modules_of = operator.attrgetter("_modules")
 
 
 class Options(NamedTuple):
@@ -49,11 +44,30 @@ class Options(NamedTuple):
     skip_unused: bool = False  # whether buckets are not sent if no rank uses their parameters
     init_buffers: bool = False  # whether "local" buffers start from rank 0's values too
 
+    @property
+    def cap_bytes(self) -> int | list[int]:
+        """The size from which a bucket is full, in bytes, or those of the first buckets."""
+        cap = self.bucket_cap_mb
+        return [int(mb * MIB) for mb in cap] if isinstance(cap, tuple) else int(cap * MIB)
+
     def left_alone(self, module: nn.Module) -> set[str]:
         """Return the names of parameters and buffers that don't start from rank 0's values."""
         names = [] if self.init_buffers else [name for name, _ in module.named_buffers()]
         local = {name for name in names if policy_of(name, self.broadcast_buffers) == "local"}
         return {*self.ignored, *local}
+
+
+class Stepped:
+    """With how many of an engine's backwards optimizers have stepped.
+
+    Attributes:
+        num_backwards: Those before the last step of any optimizer.
+        by: Those before the last step of each.
+    """
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+        self.by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class Engine:
@@ -80,10 +94,9 @@ class Engine:
         # Its number among its group's engines, the same on every rank; 0 for a copied model that
         # has not been trained yet.
         self.number = 0
-        # The number of backwards in which it has reduced gradients: by now, by the last step of any
-        # optimizer of its parameters, and by the last step of each of these optimizers.
-        self.num_backwards = self.num_backwards_stepped = 0
-        self.stepped_by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # The number of backwards in which it has reduced gradients, and of them those with which
+        # optimizers have stepped.
+        self.num_backwards, self.stepped = 0, Stepped()
         # Whether backwards reduce gradients, or else only accumulate them.
         self.is_syncing = True
         # Whether the module may have got other parameters. Then the engine is refreshed before the
@@ -96,15 +109,10 @@ class Engine:
         self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
         self._inner = weakref.WeakSet(inner)
-        self._options, cap = options, options.bucket_cap_mb
-        self._cap_bytes = (
-            [int(mb * MIB) for mb in cap] if isinstance(cap, tuple) else int(cap * MIB)
-        )
-        self._queue = _ReadyQueue()
-        self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
+        self._options = options
+        self._hooks = ReadyHooks(self)
         # Runs of parameters with unsummed gradients, in the order of sharded optimizers' memories.
         self._deferred: list[tuple[list[nn.Parameter], type[UnsummedBucket]]] = []
-        self._has_runs = False
         self._find_buffers(module)
         self.buffers.accept()
         self._take(module)
@@ -114,42 +122,40 @@ class Engine:
         """The module, if it still exists."""
         return self._module()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients it reduces."""
+        return self._tracked.parameters
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where they are."""
+        return self._tracked.devices
+
+    @property
+    def sums_in_backward(self) -> bool:
+        """Whether backwards of the module have other collectives of the same group."""
+        return self._tracked.sums_in_backward
+
+    def _named_in(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return own_parameters(module, self._inner, self._options.ignored)
+
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
-        own = self._own_parameters(module)
-        self._description = _describe(own)
-        trained = [(name, parameter) for name, parameter in own if parameter.requires_grad]
-        self.parameters = [parameter for _, parameter in trained]
-        self._look_at_places(module)
-        self._dtypes = [*map(_dtype_of, self.parameters)]
-        self._frozen = [
-            p for _, p in own if not p.requires_grad and (p.is_floating_point() or p.is_complex())
-        ]
-        self.devices = {parameter.device for parameter in self.parameters}
-        # Whether its backwards have other collectives of the same group.
-        self.sums_in_backward = _sums_in_backward(module, self.process_group)
+        named, group = self._named_in(module), self.process_group
+        self._tracked = tracked = TrackedParameters(module, named, self._inner, group)
         self.reducer: Reducer = Reducer(
-            trained,
-            self.process_group,
-            cap_bytes=self._cap_bytes,
+            tracked.trained,
+            group,
+            cap_bytes=self._options.cap_bytes,
             skip_unused=self._options.skip_unused,
-            sparse=sparse_indices(module, self.parameters),
+            sparse=sparse_indices(module, tracked.parameters),
         )
         if previous is not None:
             previous.sum_unsummed()
             self.reducer.take_over(previous)
         self._defer()
-        self.detach()
-        # The reducer doesn't know a parameter that is unfrozen later, so its gradient must not be
-        # queued: its hook has a _ReadyQueue of its own, which no backward fills.
-        for parameters, queue in (self.parameters, self._queue), (self._frozen, _ReadyQueue()):
-            hook = _gradient_hook(weakref.ref(self), queue)
-            self._hooks += [(autograd.hooks_of(parameter), hook) for parameter in parameters]
-        for hooks, own_hook in self._hooks:
-            hooks.hold_back(own_hook)
-        self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
-        # All on one stream: shown by test_gradients_of_branches_on_two_streams.
-        self._nodes = autograd.accumulators([p for p in self.parameters if p.device.type != "cpu"])
+        self._hooks.attach(tracked.parameters, tracked.frozen)
         if autograd.may_be_distributed():
             self.refuse_distributed_autograd()
 
@@ -180,18 +186,12 @@ class Engine:
         for parameter in chain(*(own for own, _ in runs)):
             if not isinstance(parameter, DeferredParameter):
                 parameter.__class__ = DeferredParameter
-        if runs or self._has_runs:
+        if runs or self.reducer.has_runs:
             self.reducer.defer(runs)
-        self._has_runs = bool(runs)
 
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
-        self._nodes += map(autograd.refuse_distributed, self.parameters)
-
-    def _own_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        others = {id(p) for part in self._inner for p in part.parameters()}
-        named = module.named_parameters()
-        return [(n, p) for n, p in named if id(p) not in others and n not in self._options.ignored]
+        self._hooks.refuse_distributed(self.parameters)
 
     def set_buffer_policies(self, policies: BroadcastBuffers) -> None:
         """Exchange buffers by other policies from the next backward on."""
@@ -206,9 +206,7 @@ class Engine:
     def detach(self) -> None:
         """Remove all hooks from the parameters, whose gradients are not reduced any more."""
         self.reducer.sum_unsummed()
-        for hooks, own in self._hooks:
-            hooks.release(own)
-        self._hooks, self._hooks_of_others, self._nodes = [], [], []
+        self._hooks.release()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that its parameters have."""
@@ -216,12 +214,9 @@ class Engine:
 
     def call_hooks_of_others(self) -> None:
         """Call the program's hooks of parameters whose gradients have been reduced."""
-        if any(self._hooks_of_others):
-            with torch.no_grad():  # as autograd calls them
-                # In one order on all ranks.
-                reducer = self.reducer
-                for parameter in compress(reducer.table.parameters, reducer.last.used_by_any):
-                    autograd.hooks_of(parameter).call_others(parameter)
+        # In one order on all ranks.
+        reducer = self.reducer
+        self._hooks.call_others(compress(reducer.table.parameters, reducer.last.used_by_any))
 
     def stop_syncing(self) -> None:
         """Let backwards accumulate gradients on each rank. Every rank must call it.
@@ -240,12 +235,12 @@ class Engine:
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that is ready in a backward that reduces it."""
-        self._queue.parameters.append(parameter)
+        self._hooks.queue.parameters.append(parameter)
         self.pass_on_queued()
 
     def pass_on_queued(self) -> None:
         """Pass queued gradients to the reducer."""
-        queue = self._queue
+        queue = self._hooks.queue
         if queue.parameters:
             queue.threshold = self.reducer.mark_ready(queue.parameters)
             queue.parameters.clear()
@@ -256,44 +251,19 @@ class Engine:
 
     def reached(self) -> list[int]:
         """The ``id()`` of each parameter to whose gradient the running backward will add."""
-        hooked = [*self.parameters, *self._frozen] if self.is_syncing else []
+        hooked = [*self.parameters, *self._tracked.frozen] if self.is_syncing else []
         return [*map(id, autograd.reached(hooked))]
 
     def has_changed(self) -> bool:
         """Whether the module may have got other parameters, or others of them may be trained."""
-        return (
-            self.is_stale
-            or any(parameter.requires_grad for parameter in self._frozen)
-            or [*map(_dtype_of, self.parameters)] != self._dtypes
-        )
-
-    def _look_at_places(self, module: nn.Module) -> None:
-        """Note what is where modules have parameters and modules.
-
-        What is put there directly, as by conversions that overwrite parameters, calls no hook.
-        """
-        others = {part for inner in self._inner for part in inner.modules()}
-        parts = [part for part in module.modules() if part not in others]
-        parts = [part for part in parts if isinstance(part._modules, dict)]  # not scripted ones
-        # Modules are held weakly: a part may refer to the whole.
-        self._weak_parts = [*map(weakref.ref, parts)]
-        self._parameter_dicts = [part._parameters for part in parts]
-        self._placed = self._in_places()
-
-    def _in_places(self) -> list[int]:
-        """Return the id() of each parameter and module, by place; nothing if a module is gone."""
-        parts = [each() for each in self._weak_parts]
-        if None in parts:
-            return []
-        dicts: list[Any] = [*self._parameter_dicts, *map(_modules_of, parts)]
-        return [*map(id, chain.from_iterable(map(dict.values, dicts)))]
+        return self.is_stale or self._tracked.have_changed()
 
     def put_behind(self) -> dict[str, nn.Parameter]:
         """Return, by name, trained parameters that were put in place without telling torch."""
         module = self.module
-        if module is None or self._in_places() == self._placed:
+        if module is None or self._tracked.are_in_places():
             return {}
-        named = self._own_parameters(module)
+        named = self._named_in(module)
         return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.table.ids}
 
     def refuse_put_behind(self) -> None:
@@ -319,10 +289,10 @@ class Engine:
         module = self.module
         if module is None:
             return
-        own = self._own_parameters(module)
+        own = self._named_in(module)
         self._find_buffers(module)
-        if _describe(own) == self._description:
-            self._look_at_places(module)
+        if self._tracked.are_those(own):
+            self._tracked.look_at_places(module, self._inner)
             return  # if there are other buffers, the ranks agree on them after the backward
         if not self.number:
             self.buffers.accept()
@@ -346,8 +316,7 @@ class Engine:
             )
             raise
         more = self.buffers.accept()
-        known = {key for key, *_ in self._description}
-        added = {name: p.detach() for name, p in own if id(p) not in known}
+        added = {name: p.detach() for name, p in self._tracked.are_new(own).items()}
         before = [p.clone() for p in added.values()] if in_backward else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
         self._reduce_removed(trained)
@@ -377,7 +346,7 @@ class Engine:
         is_unreduced = [self.reducer.table.is_unreduced(parameter) for _, parameter in going]
         named = going and [*compress(going, any_rank(self.process_group, is_unreduced))]
         if named:
-            last = Reducer(named, self.process_group, cap_bytes=self._cap_bytes)
+            last = Reducer(named, self.process_group, cap_bytes=self._options.cap_bytes)
             last.take_over(self.reducer)
             last.begin()
             last.finish()
@@ -395,7 +364,7 @@ class Engine:
         autograd.take_over_optimizers(self.parameters)
         copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
         self.reducer.begin(launch_order, copies_early=copies_early)
-        self._queue.task, self._queue.threshold = task, 1
+        self._hooks.queue.task, self._hooks.queue.threshold = task, 1
         if sees_graph and not self.sees_nested_tasks and self.reducer.last.unused:
             unused = self.reducer.unused_parameters
             ids = {*map(id, autograd.reached(unused))}
@@ -414,7 +383,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """Clean up after a backward that is over or has failed."""
-        queue = self._queue
+        queue = self._hooks.queue
         queue.task = None
         while queue.parameters:
             self.reducer.mark_accumulated(queue.parameters.pop())
@@ -423,60 +392,5 @@ class Engine:
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return the parameters, frozen ones included, and the buffers that are exchanged."""
         module = self.module
-        own = self._own_parameters(module) if module is not None else []
+        own = self._named_in(module) if module is not None else []
         return [*(parameter for _, parameter in own), *self.buffers.named().values()]
-
-
-def _describe(own: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[object, ...]]:
-    """What a refresh depends on: id(), requires_grad, dtype and device of parameters."""
-    return [(id(p), p.requires_grad, gradient_dtype(p), p.device) for _, p in own]
-
-
-def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the indices of ``parameters`` of ``module`` that have sparse gradients."""
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {id(table.weight) for table in tables if table.sparse}
-    return [index for index, parameter in enumerate(parameters) if id(parameter) in sparse]
-
-
-def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
-    groups = [norm["process_group"] for norm in norms if "process_group" in norm]
-    return any((dist.group.WORLD if own is None else own) is group for own in groups)
-
-
-@dataclass
-class _ReadyQueue:
-    """Gradients that are ready, but have not been passed to the reducer yet.
-
-    Passing many at once is faster: between two calls, the reducer's memory falls out of the cores'
-    caches. The first gradient of a backward, which begins it, is never queued.
-    """
-
-    # Autograd's task of the backward whose gradients may be queued.
-    task: int | None = None
-    # The number of queued gradients at which they are passed to the reducer.
-    threshold: int = 1
-    # Empty between backwards: hooks hold it, and parameters that hold themselves are never freed.
-    parameters: list[torch.Tensor] = field(default_factory=list)
-
-
-def _gradient_hook(engine: weakref.ref[Engine], queue: _ReadyQueue) -> autograd.Hook:
-    # Local names are fast, and every gradient of every step passes here.
-    current_task, parameters = _current_graph_task_id, queue.parameters
-
-    @uncompiled
-    def gradient_ready(parameter: torch.Tensor) -> None:
-        if queue.task == current_task():
-            parameters.append(parameter)
-            if len(parameters) >= queue.threshold and (alive := engine()) is not None:
-                alive.pass_on_queued()
-        elif (alive := engine()) is not None:
-            alive.gradient_ready(alive, parameter)
-        else:
-            hooks = autograd.hooks_of(parameter)
-            hooks.release()
-            hooks.call_others(parameter)
-
-    return gradient_ready

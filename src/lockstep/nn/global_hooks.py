@@ -159,9 +159,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return  # with a closure, the step runs the backward itself
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engines = engines_with(parameters)
-    new = [engine for engine in engines if optimizer not in engine.stepped_by]
+    new = [engine for engine in engines if optimizer not in engine.stepped.by]
     for engine in new:
-        engine.stepped_by[optimizer] = engine.num_backwards_stepped
+        engine.stepped.by[optimizer] = engine.stepped.num_backwards
     if new and _is_in_a_step():
         return  # the outer optimizer, which steps this one, has called this hook before
     _refuse_put_behind(parameters, engines)
@@ -180,7 +180,7 @@ def receive_gradients(optimizer: Optimizer, engines: Collection[Engine]) -> None
                 "register_post_accumulate_grad_hook(), which is called when the gradient is the "
                 "mean over the ranks."
             )
-        stepped = engine.stepped_by.get(optimizer, engine.num_backwards_stepped)
+        stepped = engine.stepped.by.get(optimizer, engine.stepped.num_backwards)
         # A class whose step calls that of its base class has called this before.
         if engine.num_backwards == stepped and not _is_in_a_step():
             _take_part(engine)
@@ -189,8 +189,8 @@ def receive_gradients(optimizer: Optimizer, engines: Collection[Engine]) -> None
 def note_step(optimizer: Optimizer, engines: Collection[Engine]) -> None:
     """Note that ``optimizer`` steps with the gradients of all backwards until now, or skips it."""
     for engine in engines:
-        engine.num_backwards_stepped = engine.num_backwards
-        engine.stepped_by[optimizer] = engine.num_backwards
+        engine.stepped.num_backwards = engine.num_backwards
+        engine.stepped.by[optimizer] = engine.num_backwards
 
 
 def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[Engine]) -> None:
@@ -204,7 +204,7 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
         if (
             engine.is_syncing
             and not is_told
-            and engine.num_backwards == engine.num_backwards_stepped
+            and engine.num_backwards == engine.stepped.num_backwards
         ):
             new = {*map(id, engine.put_behind().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):

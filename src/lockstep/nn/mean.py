@@ -23,7 +23,6 @@ from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
 from lockstep.nn.autograd import is_backward_of_replicas, reached, refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
-from lockstep.nn.engine import sparse_indices
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch, note_factor
 from lockstep.nn.replicas.group import (
     mark_as_one,
@@ -31,6 +30,7 @@ from lockstep.nn.replicas.group import (
     refuse_in_replica,
     this_replica,
 )
+from lockstep.nn.tracked import sparse_indices
 from lockstep.nn.verify import check_same_model
 from lockstep.spans import span
 from lockstep.world import device_of_sums, group_or_all

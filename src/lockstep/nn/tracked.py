@@ -1,0 +1,122 @@
+"""The parameters that an engine takes from a module, and whether the module has others by now."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.grad import gradient_dtype
+from lockstep.torch_private import _BatchNorm
+
+_dtype_of = operator.attrgetter("dtype")
+_modules_of = operator.attrgetter("_modules")
+
+
+def own_parameters(
+    module: nn.Module, inner: Collection[nn.Module], ignored: Collection[str]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of ``module`` with names, but for ``ignored`` and ``inner`` ones'."""
+    others = {id(p) for part in inner for p in part.parameters()}
+    named = module.named_parameters()
+    return [(n, p) for n, p in named if id(p) not in others and n not in ignored]
+
+
+class TrackedParameters:
+    """What a module, which is held weakly, had when its parameters were taken.
+
+    Args:
+        module: The module.
+        named: Its parameters, with names.
+        inner: Modules in it that have engines of their own.
+        group: The group over which its gradients are reduced.
+
+    Attributes:
+        trained: The parameters that require gradients, with names.
+        parameters: The same, without.
+        frozen: Those that don't yet, and could.
+        devices: The devices of the trained ones.
+        sums_in_backward: Whether backwards have other collectives of the same group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        inner: Collection[nn.Module],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in self.trained]
+        self.frozen = [
+            p for _, p in named if not p.requires_grad and (p.is_floating_point() or p.is_complex())
+        ]
+        self.devices = {parameter.device for parameter in self.parameters}
+        self.sums_in_backward = _sums_in_backward(module, group)
+        # What tells that something has changed.
+        self._description = _describe(named)
+        self._dtypes = [*map(_dtype_of, self.parameters)]
+        self.look_at_places(module, inner)
+
+    def are_those(self, named: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Whether the parameters ``named`` are the same, of the same kinds."""
+        return _describe(named) == self._description
+
+    def are_new(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+        """Return those ``named`` that the module did not have."""
+        known = {key for key, *_ in self._description}
+        return {name: p for name, p in named if id(p) not in known}
+
+    def have_changed(self) -> bool:
+        """Whether others of them may be trained, or they have other dtypes."""
+        is_unfrozen = any(parameter.requires_grad for parameter in self.frozen)
+        return is_unfrozen or [*map(_dtype_of, self.parameters)] != self._dtypes
+
+    def look_at_places(self, module: nn.Module, inner: Collection[nn.Module]) -> None:
+        """Note what is where modules have parameters and modules.
+
+        What is put there directly, as by conversions that overwrite parameters, calls no hook.
+        """
+        others = {part for each in inner for part in each.modules()}
+        parts = [part for part in module.modules() if part not in others]
+        parts = [part for part in parts if isinstance(part._modules, dict)]  # not scripted ones
+        # Modules are held weakly: a part may refer to the whole.
+        self._weak_parts = [*map(weakref.ref, parts)]
+        self._parameter_dicts = [part._parameters for part in parts]
+        self._placed = self._in_places()
+
+    def are_in_places(self) -> bool:
+        """Whether the same parameters and modules are in these places."""
+        return self._in_places() == self._placed
+
+    def _in_places(self) -> list[int]:
+        """Return the id() of each parameter and module, by place; nothing if a module is gone."""
+        parts = [each() for each in self._weak_parts]
+        if None in parts:
+            return []
+        dicts: list[Any] = [*self._parameter_dicts, *map(_modules_of, parts)]
+        return [*map(id, chain.from_iterable(map(dict.values, dicts)))]
+
+
+def _describe(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[object, ...]]:
+    """What a refresh depends on: id(), requires_grad, dtype and device of parameters."""
+    return [(id(p), p.requires_grad, gradient_dtype(p), p.device) for _, p in named]
+
+
+def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return the indices of ``parameters`` of ``module`` that have sparse gradients."""
+    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(table.weight) for table in tables if table.sparse}
+    return [index for index, parameter in enumerate(parameters) if id(parameter) in sparse]
+
+
+def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
+    norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
+    groups = [norm["process_group"] for norm in norms if "process_group" in norm]
+    return any((dist.group.WORLD if own is None else own) is group for own in groups)
