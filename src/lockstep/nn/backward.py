@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
-from lockstep.comm import Step, any_rank, join_state_of, uncompiled
+from lockstep.comm import Step, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
+from lockstep.nn.backward_pass import BackwardPass, End, Outcome
 from lockstep.nn.engine import Engine, Options
+from lockstep.nn.engines import Engines, number_of
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
-
-_End = partial[None]
-_number = operator.attrgetter("number")
-
-
-@dataclass(eq=False)
-class _Backward:
-    """One backward pass, from its first gradient to the end of its reductions."""
-
-    # Autograd's task; None for a backward of other ranks, to which this rank adds nothing.
-    task: int | None = None
-    # The group's generation when it began; None if the group has no generations.
-    generation: object = None
-    # The engine of a copied model that got its number in this backward, if there is one.
-    new_copy: Engine | None = None
-    # The engines that have begun to reduce gradients in it, in the order in which they launch.
-    engines: list[Engine] = field(default_factory=list)
-    # The number of those engines that began in a failed backward, which this one finishes.
-    num_continued: int = 0
-    # Engines that begin at the end of the backward: their models are inside of reentrant
-    # checkpoints, so that autograd can't foresee their gradients.
-    late: set[Engine] = field(default_factory=set)
-    # Whether ranks tell each other their late engines.
-    tells_late: bool = False
-    # The id() of parameters whose gradients are yet to come, under compiled autograd, which calls
-    # no callback at the end of a backward. None otherwise.
-    awaited: set[int] | None = None
-    # The callback at the end of the backward, as long as autograd holds it.
-    end: weakref.ref[_End] | None = None
-    # The autograd node whose backward() runs this backward. Until it returns, no callback can be
-    # queued for the end of the outermost backward.
-    enclosing: weakref.ref[BackwardCFunction] | None = None
 
 
 @uncompiled
@@ -73,17 +40,11 @@ class BackwardSync:
         self._weak_group, self.is_alone = weakref.ref(group), group.size() == 1
         # Autograd has a thread for each device: one may run while another waits for a collective.
         self._lock = threading.RLock()
-        # Weakly, since engines hold the group. Replaced when they change: others may iterate.
-        self._engines: tuple[weakref.ref[Engine], ...] = ()
-        self._num_engines = 0
-        # The numbers of engines that have been in a backward, and of those that have been in one
-        # with others. Equal on all ranks, which decide by them whether to ask each other.
-        self._trained: set[int] = set()
-        self._trained_together: set[int] = set()
-        self._backward: _Backward | None = None
+        self._engines = Engines()
+        self._backward: BackwardPass | None = None
         self._num_ended = 0
         # What is needed to finish the backward that failed here; no engines, which hold the group.
-        self._failed: _Backward | None = None
+        self._failed: BackwardPass | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -109,30 +70,20 @@ class BackwardSync:
         itself alone, gets its number in its first backward.
         """
         engine = Engine(module, self._group, options, inner, self.gradient_ready)
-        with _lock:
-            alive = [each for each in self._engines if each() is not None]
-            self._engines = (*alive, weakref.ref(engine))
-        engine.number = 0 if is_copy else self._next_number()
+        self._engines.add(engine, is_copy=is_copy)
         return engine
 
     def remove(self, engine: Engine) -> None:
         """Stop reducing the gradients of ``engine``."""
         engine.detach()
         if self._is_reducing(engine):
-            self._drop_backward()
+            self._fail()
             self.finish_failed()
-        with _lock:
-            self._engines = tuple(each for each in self._engines if each() is not engine)
-        self._trained.add(engine.number)  # or ranks would always ask for it
-
-    def _next_number(self) -> int:
-        self._num_engines += 1
-        return self._num_engines
+        self._engines.remove(engine)
 
     def engines(self, *, copies: bool = False) -> list[Engine]:
         """Return the engines, by number; those of untrained copies only with ``copies``."""
-        alive = (engine for each in self._engines if (engine := each()) is not None)
-        return sorted((one for one in alive if one.number or copies), key=_number)
+        return self._engines.by_number(copies=copies)
 
     def is_running(self) -> bool:
         """Whether this rank runs a backward, and not only takes part in one of other ranks."""
@@ -178,7 +129,7 @@ class BackwardSync:
         if backward is not None and backward.task is None:
             self._backward = None  # of other ranks, in a join() that an error has ended
         elif enclosing is not None and enclosing() is not outermost_running_node():
-            self._drop_backward()  # it has failed, although the node still holds its callback
+            self._fail()  # it has failed, although the node still holds its callback
         backward = self._backward or self._begin(engine)
         if engine in backward.engines:
             return True
@@ -187,19 +138,20 @@ class BackwardSync:
         backward.late.add(engine)
         return False
 
-    def _begin(self, engine: Engine) -> _Backward:
+    def _begin(self, engine: Engine) -> BackwardPass:
         self.finish_failed()
-        backward = _Backward(_current_graph_task_id(), self._generation)
+        backward = BackwardPass(_current_graph_task_id(), self._generation)
         if not engine.number:
-            engine.number, backward.new_copy = self._next_number(), engine
+            self._engines.give_number(engine)
+            backward.new_copy = engine
         if is_compiled_backward():
             engines = {engine, *self.engines()}
             backward.awaited = {key for one in engines for key in one.reached()}
         self._call_at_the_end(backward)
         engine.sees_nested_tasks |= backward.enclosing is not None
         reached = {engine}
-        if self._num_engines > 1:
-            reached |= {one for one in self.engines() if one is not engine and one.is_any_reached()}
+        if len(self._engines) > 1:
+            reached |= {*self._engines.reached()}
         try:
             self._begin_together(backward, reached)
         except CollectiveFailed as error:
@@ -213,10 +165,9 @@ class BackwardSync:
         Ranks ask each other at their first gradient which models they reach. On some ranks that
         comes before the layer's collective, on others after it; so all of them ask before it.
         """
-        if not self.is_running() and self._num_engines > 1:
+        if not self.is_running() and len(self._engines) > 1:
             with self._lock:
-                reached = [engine for engine in self.engines() if engine.is_any_reached()]
-                if reached:
+                if reached := self._engines.reached():
                     self._begin(reached[0])
 
     def take_part(self, engine: Engine) -> None:
@@ -231,7 +182,7 @@ class BackwardSync:
     def _run_empty(self, engine: Engine) -> bool:
         """Take part in a backward that may reach ``engine``; return whether any rank had one."""
         self.finish_failed()
-        backward = _Backward(generation=self._generation)
+        backward = BackwardPass(generation=self._generation)
         self._begin_together(backward, [engine])
         was_any = bool(backward.engines)
         self.end()
@@ -245,7 +196,7 @@ class BackwardSync:
         end = partial(self._take_part_once, self._num_ended)
         if not is_compiled_backward():
             _execution_engine.queue_callback(end)
-        elif not any(engine.is_any_reached() for engine in self.engines()):
+        elif not self._engines.reached():
             end()  # no callback is called, and no gradient of a parallel model will come
 
     def _take_part_once(self, num_ended: int) -> None:
@@ -257,19 +208,19 @@ class BackwardSync:
         engines = [engine for engine in self.engines() if engine.is_syncing]
         if self.is_running() or self._num_ended != num_ended or not engines:
             return
-        if len(engines) == 1 or self._trained_together.issuperset(map(_number, engines)):
+        if len(engines) == 1 or self._engines.are_trained_together(engines):
             self._run_empty(engines[0])
 
     def follow(self, engines: Sequence[Engine], step: Step) -> None:
         """Take a step of a backward of ranks that still have data, which they have announced."""
         if step is Step.BEGIN:
-            self._begin_all(_Backward(generation=self._generation), engines)
+            self._begin_all(BackwardPass(generation=self._generation), engines)
         else:
             self._finish()
 
-    def _begin_together(self, backward: _Backward, reached: Collection[Engine]) -> None:
+    def _begin_together(self, backward: BackwardPass, reached: Collection[Engine]) -> None:
         """Begin with the engines that any rank reaches; on this rank they are ``reached``."""
-        asks = self._has_to_ask(reached)
+        asks = self._engines.have_to_be_told(self._group, reached)
         engines = set() if asks and backward.task is None else set(reached)
         self._announce(Step.BEGIN, engines)
         if asks:
@@ -277,27 +228,15 @@ class BackwardSync:
             try:
                 named, backward.tells_late = self._on_any_rank(engines, may_be_late)
             except CollectiveMismatch:
-                self._forget(backward)
+                self._end(backward, Outcome.MISMATCHED)
                 raise
             engines |= named
-        self._begin_all(backward, sorted(engines, key=_number))
+        self._begin_all(backward, sorted(engines, key=number_of))
 
     def _on_any_rank(
         self, engines: Collection[Engine], fact: bool = False
     ) -> tuple[set[Engine], bool]:
-        """Return the engines that any rank passes, and whether ``fact`` is true on any rank."""
-        numbers = {engine.number for engine in engines}
-        own = [number in numbers for number in range(1, self._num_engines + 1)]
-        *reached, is_fact = any_rank(self._group, [*own, fact])
-        return {engine for engine in self.engines() if reached[engine.number - 1]}, is_fact
-
-    def _has_to_ask(self, reached: Collection[Engine]) -> bool:
-        """Whether other ranks may reach other models than ``reached``."""
-        if self._num_engines == 1 or join_state_of(self._group) is not None:
-            # In join(), all ranks that have data reach the same models, and announce them.
-            return False
-        is_new = len(self._trained) < self._num_engines
-        return is_new or not self._trained_together.isdisjoint(map(_number, reached))
+        return self._engines.on_any_rank(self._group, engines, fact)
 
     def _announce(self, step: Step, engines: Collection[Engine]) -> None:
         """In join(), announce the next step to ranks without data."""
@@ -305,7 +244,7 @@ class BackwardSync:
         if join_state is not None and join_state.is_active:
             join_state.call(step, join_state.mask(engines))
 
-    def _begin_all(self, backward: _Backward, engines: Sequence[Engine]) -> None:
+    def _begin_all(self, backward: BackwardPass, engines: Sequence[Engine]) -> None:
         self._backward = backward
         # Nothing is launched before the end of the backward: in join(), which announces the end; if
         # communication hooks of two models could interleave their collectives; and if layers have
@@ -318,25 +257,18 @@ class BackwardSync:
         try:
             for engine in engines:
                 self.refresh(engine)
-            launch_order = [] if waits else [engine.reducer for engine in engines]
-            # Autograd has a thread for each accelerator.
-            num_devices = len({device for engine in engines for device in engine.devices})
-            task = backward.task if num_devices == 1 and backward.awaited is None else None
-            sees_graph = backward.task is not None and backward.enclosing is None
-            for engine in engines:
-                backward.engines.append(engine)
-                engine.begin_backward(launch_order, task, sees_graph=sees_graph)
+            backward.begin(engines, launches_early=not waits)
         except BaseException:
-            self._drop_backward()
+            self._fail()
             raise
 
-    def _call_at_the_end(self, backward: _Backward) -> None:
+    def _call_at_the_end(self, backward: BackwardPass) -> None:
         # At the end of the outermost backward. Autograd calls back at the end of the innermost one,
         # which ends earlier if this gradient comes from a segment of a reentrant checkpoint.
         end = partial(self.end)  # held by autograd alone
         # A backward that raises drops its callbacks without calling them.
         # Shown by test_a_failed_backward_does_not_spoil_the_next.
-        backward.end = weakref.ref(end, self._drop_backward)
+        backward.end = weakref.ref(end, self._fail)
         enclosing = outermost_running_node()
         if enclosing is None:
             _execution_engine.queue_callback(end)
@@ -345,30 +277,28 @@ class BackwardSync:
             backward.enclosing = weakref.ref(enclosing)
             enclosing.register_hook(partial(self._enclosing_is_through, end))
 
-    def _enclosing_is_through(self, end: _End, *_: object) -> None:
+    def _enclosing_is_through(self, end: End, *_: object) -> None:
         backward = self._backward
         if backward is not None and backward.end is not None and backward.end() is end:
             backward.enclosing = None
             _execution_engine.queue_callback(end)
 
-    def _drop_backward(self, _: object = None) -> None:
-        """Drop the backward, which is over or has failed."""
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            for engine in dict.fromkeys([*backward.engines, *backward.late]):
-                engine.end_backward()
-            if backward.generation is not self._generation:
-                self._forget(backward)
-            if any(engine.reducer.phase is Phase.FAILED for engine in backward.engines):
-                self._failed = _Backward(None, backward.generation, tells_late=backward.tells_late)
+    def _fail(self, _: object = None) -> None:
+        """Drop the backward that runs, if one does: it has failed here, or was a mismatch."""
+        if (backward := self._backward) is not None:
+            self._end(backward, self._outcome_of_failure(backward))
 
-    def _forget(self, backward: _Backward) -> None:
-        """Undo the counting of ``backward``: it was a mismatch, and no rank goes on with it."""
-        for engine in backward.engines[backward.num_continued :]:
-            engine.num_backwards -= 1
-        if backward.new_copy is not None:
-            backward.new_copy.number = 0
-            self._num_engines -= 1
+    def _outcome_of_failure(self, backward: BackwardPass) -> Outcome:
+        is_same = backward.generation is self._generation
+        return Outcome.FAILED_HERE if is_same else Outcome.MISMATCHED
+
+    def _end(self, backward: BackwardPass, outcome: Outcome) -> None:
+        """Drop ``backward``, which has ended so."""
+        self._backward = None
+        if backward.drop(outcome):
+            self._failed = BackwardPass(None, backward.generation, tells_late=backward.tells_late)
+        if outcome is Outcome.MISMATCHED and backward.new_copy is not None:
+            self._engines.take_number(backward.new_copy)
 
     def finish_failed(self) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
@@ -407,15 +337,21 @@ class BackwardSync:
         Raises:
             CollectiveFailed: If the backward failed on another rank.
         """
-        engines, failed_elsewhere = self._finish()
-        if failed_elsewhere is not None:
-            raise failed_elsewhere
-        for engine in engines:
+        if (backward := self._finish()) is None:
+            return
+        if backward.failed_elsewhere is not None:
+            raise backward.failed_elsewhere
+        for engine in backward.engines:
             engine.call_hooks_of_others()
 
-    def _finish(self) -> tuple[list[Engine], CollectiveFailed | None]:
-        """Reduce all gradients of the backward; return its engines, and a failure elsewhere."""
-        backward = self._backward or _Backward()
+    def _finish(self) -> BackwardPass | None:
+        """Reduce all gradients of the backward that runs, if one does, and return it."""
+        backward = self._backward
+        if backward is None:
+            self._announce(Step.END, ())
+            self._num_ended += 1
+            return None
+        outcome = None
         try:
             with without_autograd():
                 for engine in backward.engines:
@@ -423,40 +359,29 @@ class BackwardSync:
                 self._announce(Step.END, backward.engines)
                 for engine in backward.engines:
                     engine.reducer.launch_all_but_last()
-                if backward.tells_late:
-                    backward.late |= self._on_any_rank(backward.late)[0]
-                late = sorted(backward.late.difference(backward.engines), key=_number)
-                for engine in late:
-                    self.refresh(engine)
-                    backward.engines.append(engine)
-                    engine.begin_backward([])
-                for engine in late:
-                    engine.reducer.launch_all_but_last()
-                engines = backward.engines
-                for engine in engines:
-                    engine.reducer.launch_last(tells=engine.buffers.has_changed())
-                # Buffers are exchanged along with the last gradients, and not before the next
-                # forward, which could be any method, and would wait. After the launch of all
-                # buckets, since ranks have launched different numbers of buckets until here.
-                exchanges = [engine.buffers.start() for engine in engines]
-                errors = []
-                for engine, finish_buffers in zip(engines, exchanges, strict=True):
-                    errors.append(engine.finish_backward())
-                    finish_buffers()
-                for engine in [one for one in engines if one.reducer.last.was_told]:
-                    engine.buffers.agree()
-                return engines, next(filter(None, errors), None)
+                self._begin_late(backward)
+                outcome = backward.finish()
         except CollectiveFailed as error:
             _advise(error, "end")
             raise
         finally:
             if backward.generation is self._generation:
-                numbers = {engine.number for engine in {*backward.engines, *backward.late}}
-                self._trained |= numbers
-                if len(numbers) > 1:
-                    self._trained_together |= numbers
-            self._drop_backward()
+                self._engines.note_trained({*backward.engines, *backward.late})
+            self._end(backward, outcome or self._outcome_of_failure(backward))
             self._num_ended += 1
+        return backward
+
+    def _begin_late(self, backward: BackwardPass) -> None:
+        """Begin with the engines of which nobody could foresee that they are in ``backward``."""
+        if backward.tells_late:
+            backward.late |= self._on_any_rank(backward.late)[0]
+        late = sorted(backward.late.difference(backward.engines), key=number_of)
+        for engine in late:
+            self.refresh(engine)
+            backward.engines.append(engine)
+            engine.begin_backward([])
+        for engine in late:
+            engine.reducer.launch_all_but_last()
 
 
 def _advise(error: CollectiveFailed, place: str) -> None:

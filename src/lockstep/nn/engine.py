@@ -382,7 +382,11 @@ class Engine:
         return failed_elsewhere
 
     def end_backward(self) -> None:
-        """Clean up after a backward that is over or has failed."""
+        """Queue no gradients any more: the backward is over."""
+        self._hooks.queue.task = None
+
+    def fail_backward(self) -> None:
+        """Clean up after a backward that has failed."""
         queue = self._hooks.queue
         queue.task = None
         while queue.parameters:
