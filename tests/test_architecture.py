@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import itertools
 import re
 from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,10 +56,10 @@ LAYERS = {
 # Lines of each package, blank ones and comments counted; what isn't listed is a module of its own.
 # Lower them as the code shrinks. Who raises one says in the commit what for, and what it took away.
 BUDGETS = {
-    "comm": 5_900,
+    "comm": 6_000,
     "world": 2_400,
-    "grad": 2_800,
-    "nn": 7_100,
+    "grad": 2_900,
+    "nn": 7_300,
     "launcher": 4_100,
     "data": 2_700,
     "optim": 4_400,
@@ -72,6 +74,7 @@ BUDGETS = {
 }
 BUDGET_OF_A_MODULE = 300
 MAX_LINES_OF_A_FILE = 500
+MOST_ATTRIBUTES = 20
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN: dict[str, str] = {}
@@ -271,6 +274,33 @@ def test_size_is_bounded() -> None:
         packages[package_of(module)] += num_lines[module]
     over = {p: n for p, n in packages.items() if n > BUDGETS.get(p, BUDGET_OF_A_MODULE)}
     assert over == {}
+
+
+def _attributes_of_classes(modules: Iterable[str]) -> dict[str, tuple[set[str], list[str]]]:
+    """Of each class, by name: what its methods set on ``self``, and its bases."""
+    found = {}
+    for node in itertools.chain(*(ast.walk(ast.parse(FILES[m].read_text())) for m in modules)):
+        if isinstance(node, ast.ClassDef):
+            inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+            stored = [each for each in inside if isinstance(each.ctx, ast.Store)]
+            names = {each.attr for each in stored if getattr(each.value, "id", "") == "self"}
+            fields = (each for each in node.body if isinstance(each, ast.AnnAssign))
+            names |= {each.target.id for each in fields if isinstance(each.target, ast.Name)}
+            found[node.name] = names, [base.id for base in node.bases if isinstance(base, ast.Name)]
+    return found
+
+
+def test_no_class_that_a_step_needs_has_more_state_than_one_can_hold_in_mind() -> None:
+    """In sections, with a comment each; of all its bases."""
+    core = [module for module in MODULES if package_of(module) in ("comm", "grad", "nn", "world")]
+    classes = _attributes_of_classes(core)
+
+    def attributes_of(name: str) -> set[str]:
+        own, bases = classes.get(name, (set(), []))
+        return own.union(*map(attributes_of, bases))
+
+    most = {name: len(attributes_of(name)) for name in classes}
+    assert {name: number for name, number in most.items() if number > MOST_ATTRIBUTES} == {}
 
 
 def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:
