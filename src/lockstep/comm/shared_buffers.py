@@ -53,9 +53,8 @@ class SharedBuffers:
     ) -> None:
         # What is allocated.
         self._group, self._dtype, self._device = group, dtype, device
-        line = _LINE_BYTES // dtype.itemsize
-        self._note_at = -(-numel // line) * line
-        self._numel = self._note_at + line
+        self._numel = self.numel_with_note(numel, dtype)
+        self._note_at = self._numel - _LINE_BYTES // dtype.itemsize
         self.local = [self.new()]
         # Other ranks may read the buffers for a while after these are gone.
         weakref.finalize(self, group.keep, self.local).atexit = False
@@ -70,6 +69,12 @@ class SharedBuffers:
         self._known: dict[int, tuple[memoryview, torch.Tensor]] = {}
         # The barrier that is to come: the buffer, and the group's generation.
         self._awaited: tuple[torch.Tensor, object] | None = None
+
+    @staticmethod
+    def numel_with_note(numel: int, dtype: torch.dtype) -> int:
+        """Return the number of elements of a buffer: ``numel`` in whole lines, and one more."""
+        line = _LINE_BYTES // dtype.itemsize
+        return (-(-numel // line) + 1) * line
 
     def new(self) -> torch.Tensor:
         """Return zeros, with room for a note behind them."""

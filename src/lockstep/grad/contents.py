@@ -111,8 +111,8 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the gradients and the facts."""
-        return self.plan.size * self.plan.dtype.itemsize
+        """The size of the buffer: gradients, facts, and what else the group has behind them."""
+        return self.memory.buffer.nbytes
 
     @property
     def now(self) -> BucketPass:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from lockstep.comm import SharedBuffers
+from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.facts import num_facts
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
@@ -35,12 +37,14 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
     for number, (group, kind) in enumerate(assignment, 1):
         named = [reducer.table.named[index] for index in group]
         parameters = [parameter for _, parameter in named or reducer.table.named[:1]]
-        itemsize = gradient_dtype(parameters[0]).itemsize
+        dtype = gradient_dtype(parameters[0])
         num_parameters = len(reducer.table.named) if number == len(assignment) else 0
         sizes = [parameter.numel() for _, parameter in named]
         numel = sum(map(aligned, sizes)) if kind else sum(sizes)
         if num_parameters:
             numel += num_facts(num_parameters)
-        names, own = [name for name, _ in named], sum(sizes) * itemsize
-        found.append(BucketFacts(names, own, numel * itemsize, kind is not None))
+        if kind is DeferredBucket:
+            numel = SharedBuffers.numel_with_note(numel, dtype)
+        names, own = [name for name, _ in named], sum(sizes) * dtype.itemsize
+        found.append(BucketFacts(names, own, numel * dtype.itemsize, kind is not None))
     return found
