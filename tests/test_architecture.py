@@ -56,7 +56,7 @@ LAYERS = {
 # Lines of each package, blank ones and comments counted; what isn't listed is a module of its own.
 # Lower them as the code shrinks. Who raises one says in the commit what for, and what it took away.
 BUDGETS = {
-    "comm": 6_000,
+    "comm": 6_100,
     "world": 2_400,
     "grad": 2_900,
     "nn": 7_300,
