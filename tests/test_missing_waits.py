@@ -34,30 +34,102 @@ class Mutation(NamedTuple):
     delay: str = "lazy"
 
 
+_COLLECTIVES = "tests/simulated/test_collectives.py::"
+_BUFFERS = _COLLECTIVES + "test_buffers_are_there_after_a_backward"
+_SHARDED = _COLLECTIVES + "test_sharded_steps_are_those_of_one_process"
+_OVERLAP = "tests/simulated/test_overlap.py::"
+_REPLICAS = "tests/simulated/test_replicas.py::"
+
 MUTATIONS = {
     "a bucket isn't waited for": Mutation(
         "grad/bucket.py",
         "            self.now.work = None\n            work.wait()\n",
         "            self.now.work = None\n",
-        "tests/gpu/test_training.py tests/simulated/test_streams.py",
+        _SHARDED,
+    ),
+    "a communication hook isn't waited for": Mutation(
+        "grad/comm_hook.py",
+        "value: Any = future.wait()",
+        "value: Any = future.value()",
+        _COLLECTIVES + "test_gradients_that_a_hook_reduces_are_there_after_a_backward",
+    ),
+    "a broadcast of buffers isn't waited for": Mutation(
+        "comm/any_group.py",
+        "                work.wait()\n            except",
+        "                pass\n            except",
+        _BUFFERS,
+    ),
+    "means of buffers aren't waited for": Mutation(
+        "nn/buffers.py",
+        "                work.wait()\n",
+        "",
+        _BUFFERS,
+    ),
+    "a hook of buffers isn't waited for": Mutation(
+        "nn/buffers.py",
+        "        future.wait()\n",
+        "        pass\n",
+        _BUFFERS,
+    ),
+    "gathered gradients and parameters aren't waited for": Mutation(
+        "comm/any_group.py",
+        "    start_all_gather_in_place(group, memory).wait()",
+        "    start_all_gather_in_place(group, memory)",
+        _SHARDED,
+    ),
+    "sums of norms aren't waited for": Mutation(
+        "optim/clip.py",
+        "start_all_reduce(group, own, op).wait()",
+        "start_all_reduce(group, own, op)",
+        _SHARDED,
+    ),
+    "sums of losses aren't waited for": Mutation(
+        "comm/join_state.py",
+        "start_all_reduce(group, tensor.view(-1)).wait()",
+        "start_all_reduce(group, tensor.view(-1))",
+        "tests/simulated/test_sums.py",
+    ),
+    "no stream waits for an update": Mutation(
+        "optim/arriving.py",
+        "            collective.wait()\n            self._streams",
+        "            self._streams",
+        _SHARDED,
     ),
     "the first stream alone waits for an update": Mutation(
         "optim/arriving.py",
         "        if stream.stream_id not in self._streams:\n",
         "        if not self._streams:\n",
-        "tests/simulated/test_overlap.py",
+        _OVERLAP + "test_each_stream_that_reads_parameters_waits_for_their_update",
+    ),
+    "a view of a parameter is had before its update": Mutation(
+        "optim/arriving.py",
+        "            self._event.synchronize()\n",
+        "            pass\n",
+        _OVERLAP + "test_what_a_stream_gets_from_a_parameter_may_be_read_by_another",
+    ),
+    "replaced memory is free before it is read": Mutation(
+        "optim/flat.py",
+        "data.record_stream(torch.accelerator.current_stream(data.device))",
+        "pass",
+        _OVERLAP + "test_data_of_another_stream_is_copied_before_its_memory_is_used_again",
+    ),
+    "replicas aren't on the caller's stream": Mutation(
+        "nn/replicas/devices.py",
+        "device_index(device.index), stream:",
+        "device_index(device.index):",
+        _REPLICAS + "test_replicas_work_on_the_stream_of_the_caller",
     ),
     "an output is copied to the CPU without a wait": Mutation(
         "nn/replicas/devices.py",
         'non_blocking=device.type != "cpu")',
         "non_blocking=True)",
-        "tests/gpu/test_data_parallel.py",
+        "tests/gpu/test_data_parallel.py::TestResults::test_outputs_and_gradients",
     ),
     "a parameter is copied to the CPU without a wait": Mutation(
         "nn/replicas/kept_replica.py",
         'non_blocking=leaf.device.type != "cpu")',
         "non_blocking=True)",
-        "tests/simulated/test_replicas.py",
+        _REPLICAS + "test_a_copy_of_a_parameter_on_the_cpu_is_complete_when_its_replica_reads_it",
     ),
     "a gradient is accumulated on the stream that is current": Mutation(
         "nn/autograd.py",

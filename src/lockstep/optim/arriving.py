@@ -62,8 +62,8 @@ class Arrival:
         self._event: torch.Event | None = None
         for parameter in parameters:  # of the last step, or of two optimizers
             if (earlier := vars(parameter).get("_arrival")) is not None:
-                earlier.wait()
-                earlier.end()  # this all-gather comes after that one
+                # Its values are there: the step has looked for parameters that have moved.
+                earlier.end()
         self._classes = {parameter: type(parameter) for parameter in parameters}
         if not all(map(_may_arrive, parameters)):
             self.wait()

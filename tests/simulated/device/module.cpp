@@ -47,6 +47,7 @@ TORCH_LIBRARY_IMPL(aten, KEY, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage_and_layout);
   library.impl("set_.source_Storage", set_storage);
   library.impl("set_.source_Tensor", set_tensor);
+  library.impl("is_set_to", is_set_to);
   library.impl("record_stream", record_stream);
   library.impl(
       "convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());

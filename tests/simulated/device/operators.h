@@ -18,6 +18,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -456,6 +457,11 @@ inline at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage) {
 inline at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& other) {
   return set_storage_and_layout(
       tensor, other.storage(), other.storage_offset(), other.sym_sizes(), other.sym_strides());
+}
+
+// It reads no memory, so the host doesn't wait.
+inline bool is_set_to(const at::Tensor& tensor, const at::Tensor& other) {
+  return at::native::is_set_to(tensor, other);
 }
 
 inline void record_stream(at::Tensor& tensor, c10::Stream stream) {
