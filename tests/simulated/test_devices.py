@@ -22,6 +22,9 @@ from torch import nn
 
 rank = int(os.environ["RANK"])
 plan = json.loads(sys.argv[1])[rank]
+os.environ.update(plan.get("environ", {}))
+if "has_none" in plan:  # as a host of its own
+    lockstep.world.devices.accelerator = lambda: None
 try:
     if "group" in plan:
         torch.cuda.set_device(rank)
@@ -86,6 +89,33 @@ def test_what_is_chosen_is_what_the_backend_carries(tmp_path: Path) -> None:
     assert told(tmp_path, {"init": {"backend": "shm"}}) == ["cpu", "cpu"]
     assert told(tmp_path, {"init": {"backend": "nccl"}}) == ["cuda:0", "cuda:1"]
     assert told(tmp_path, {"group": "gloo"}) == ["cuda:0", "cuda:1"]
+
+
+NOPE = {"environ": {"NCCL_SOCKET_IFNAME": "=nope"}}
+
+
+@pytest.mark.parametrize("init", [{}, {"backend": "cpu:gloo,cuda:nccl"}])
+def test_interfaces_that_nccl_does_not_have_are_refused_on_all(
+    tmp_path: Path, init: dict[str, Any]
+) -> None:
+    for text in told(tmp_path, {"init": init}, {"init": init, **NOPE}):
+        assert text.startswith("BackendUnavailable: On rank 1: NCCL_SOCKET_IFNAME==nope"), text
+
+
+@pytest.mark.parametrize("init", [{"device": "cpu"}, {"backend": "shm"}, {"backend": "gloo"}])
+def test_interfaces_of_nccl_do_not_matter_where_it_is_not_used(
+    tmp_path: Path, init: dict[str, Any]
+) -> None:
+    devices = ["cuda:0", "cuda:1"] if init == {"backend": "gloo"} else ["cpu", "cpu"]
+    assert told(tmp_path, {"init": init, **NOPE}) == devices
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_interfaces_of_nccl_do_not_matter_where_a_rank_has_no_device(
+    tmp_path: Path, order: int
+) -> None:
+    """All take the CPU, also the rank that has one, and no interface of this name."""
+    assert told(tmp_path, *[NOPE, {"has_none": True}][::order]) == ["cpu", "cpu"]
 
 
 HERE, CPU = None, "cpu"
