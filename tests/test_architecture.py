@@ -27,52 +27,75 @@ LAYERS = {
     "memory_files": -2,
     "printable": -2,
     "status": -1,
-    "tables": -1,
-    "tree": 0,
     "torch_private": 0,
     "errors": 0,
     "spans": 0,
     "arguments": 0,
     "comm": 1,
     "world": 2,
-    "generators": 2,
     "grad": 2,
-    "data": 3,
     "nn": 3,
     "launcher": 4,
-    "metrics": 4,
-    "optim": 4,
     "train": 4,
-    "checkpoint": 5,
-    "integrations": 5,
-    "bench": 6,
-    "demo": 6,
-    "check": 6,
-    "observe": 6,
-    "cli": 7,
-    "__main__": 8,
+    # The library.
+    "tables": 5,
+    "tree": 5,
+    "generators": 5,
+    "data": 6,
+    "metrics": 6,
+    "optim": 6,
+    "checkpoint": 7,
+    "integrations": 7,
+    # Commands.
+    "bench": 8,
+    "demo": 8,
+    "check": 8,
+    "observe": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 
-# Lines of each package, blank ones and comments counted; what isn't listed is a module of its own.
+# What a training step needs, the library on it, and commands. By package the most lines, blank ones
+# and comments counted; a module of its own has fewer.
 # Lower them as the code shrinks. Who raises one says in the commit what for, and what it took away.
-BUDGETS = {
-    "comm": 6_100,
-    "world": 2_400,
-    "grad": 2_900,
-    "nn": 7_300,
-    "launcher": 4_100,
-    "data": 2_700,
-    "optim": 4_400,
-    "checkpoint": 2_100,
-    "metrics": 300,
-    "integrations": 200,
-    "observe": 5_070,
-    "check": 2_800,
-    "bench": 800,
-    "cli": 500,
-    "demo": 400,
-}
 BUDGET_OF_A_MODULE = 300
+SHELVES = {
+    "core": {
+        "deadline": BUDGET_OF_A_MODULE,
+        "folders": BUDGET_OF_A_MODULE,
+        "memory_files": BUDGET_OF_A_MODULE,
+        "printable": BUDGET_OF_A_MODULE,
+        "status": BUDGET_OF_A_MODULE,
+        "torch_private": BUDGET_OF_A_MODULE,
+        "errors": BUDGET_OF_A_MODULE,
+        "spans": BUDGET_OF_A_MODULE,
+        "arguments": BUDGET_OF_A_MODULE,
+        "comm": 6_100,
+        "world": 2_400,
+        "grad": 2_900,
+        "nn": 7_300,
+        "launcher": 4_100,
+        "train": BUDGET_OF_A_MODULE,
+    },
+    "library": {
+        "tables": BUDGET_OF_A_MODULE,
+        "tree": BUDGET_OF_A_MODULE,
+        "generators": BUDGET_OF_A_MODULE,
+        "data": 2_700,
+        "optim": 4_400,
+        "checkpoint": 2_100,
+        "metrics": BUDGET_OF_A_MODULE,
+        "integrations": BUDGET_OF_A_MODULE,
+    },
+    "commands": {
+        "observe": 5_100,
+        "check": 2_800,
+        "bench": 800,
+        "demo": 400,
+        "cli": 500,
+        "__main__": BUDGET_OF_A_MODULE,
+    },
+}
 MAX_LINES_OF_A_FILE = 500
 MOST_ATTRIBUTES = 20
 
@@ -181,6 +204,12 @@ def test_imports_point_to_lower_layers(module: str) -> None:
         assert other == package or LAYERS[other] < LAYERS[package], f"{package} imports {other}"
 
 
+def test_what_a_training_step_needs_imports_nothing_that_only_observes_it() -> None:
+    core, library, commands = ([*map(LAYERS.__getitem__, shelf)] for shelf in SHELVES.values())
+    assert max(core) < min(library)
+    assert max(library) < min(commands)
+
+
 def test_files_do_not_import_each_other_in_a_circle() -> None:
     graph = {module: modules_run_by(module) for module in MODULES}
     for module in MODULES:
@@ -272,8 +301,9 @@ def test_size_is_bounded() -> None:
     packages: Counter[str] = Counter()
     for module in MODULES:
         packages[package_of(module)] += num_lines[module]
-    over = {p: n for p, n in packages.items() if n > BUDGETS.get(p, BUDGET_OF_A_MODULE)}
-    assert over == {}
+    budgets = {package: most for shelf in SHELVES.values() for package, most in shelf.items()}
+    assert budgets.keys() == packages.keys()
+    assert {p: n for p, n in packages.items() if n > budgets[p]} == {}
 
 
 def _attributes_of_classes(modules: Iterable[str]) -> dict[str, tuple[set[str], list[str]]]:
