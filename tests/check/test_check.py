@@ -15,9 +15,10 @@ import pytest
 import lockstep
 from lockstep.check import check as check_here
 from tests.check import planted, programs, right
-from tests.test_examples import EXAMPLES
 
 pytestmark = pytest.mark.forks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 BODY = programs.BEGIN + programs.usual(
     ("net()", "net(nn.Tanh(), nn.Dropout(0.3))"),

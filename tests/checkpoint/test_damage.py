@@ -33,7 +33,7 @@ from lockstep.errors import (
     SaveFailed,
 )
 from lockstep.folders import Folder
-from tests.checkpoint.test_round_trips import same, states_of, trained
+from tests.checkpoint.training import same, states_of, trained
 from tests.counts import num_examples
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS

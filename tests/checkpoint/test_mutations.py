@@ -26,7 +26,7 @@ import lockstep
 from lockstep import cli
 from lockstep.checkpoint import DcpReader
 from lockstep.errors import CheckpointError
-from tests.checkpoint.test_round_trips import same
+from tests.checkpoint.training import same
 from tests.counts import NUM_MUTATIONS, num_examples
 from tests.fuzzing import mutated, mutated_json, watched
 from tests.ranks import run_ranks

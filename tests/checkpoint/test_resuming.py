@@ -17,7 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.folder import Manifest
 from lockstep.checkpoint.loading import _read_random_states
-from tests.checkpoint.test_round_trips import same, states_of, trained
+from tests.checkpoint.training import same, states_of, trained
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import Processes, processes

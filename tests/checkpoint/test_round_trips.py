@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from tests.checkpoint.training import same, states_of, train, trained
 from tests.counts import num_examples, some
 from tests.nn.models import Digits, Layers, Shared
 from tests.optim.optimizers import OPTIMIZERS
@@ -27,31 +28,6 @@ DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.complex64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 ]
-
-
-def bits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What a tensor is, with its bytes, so that NaNs are equal to themselves."""
-    plain = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
-    return tensor.dtype, tuple(tensor.shape), bytes(plain.view(torch.uint8).tolist())
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees are of the same types and have the same values and bits."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return bits(a) == bits(b)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return len(a) == len(b) and all(
-            same(x, y) for pair in zip(a.items(), b.items(), strict=True) for x, y in [pair]
-        )
-    if isinstance(a, deque) and a.maxlen != b.maxlen:
-        return False
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a == b or (a != a and b != b)
 
 
 def queues(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[deque[Any]]:
@@ -110,37 +86,6 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path) -> None:
     assert torch.equal(third, tensor[1:])
 
 
-def trained(
-    group: dist.ProcessGroup | None,
-    kind: type[nn.Module],
-    make: Any,
-    *,
-    sharded: bool = False,
-    master: torch.dtype | None = None,
-    steps: int = 3,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model: nn.Module = kind().to(dtype)
-    if group is not None:
-        model = lockstep.parallelize(model, process_group=group)
-    optimizer = make(model.parameters())
-    if sharded:
-        lockstep.shard_optimizer(optimizer, master_dtype=master)
-    train(group, model, optimizer, range(steps))
-    return model, optimizer
-
-
-def train(
-    group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, steps: range
-) -> None:
-    for step in steps:
-        x = torch.randn(4, *model.sample, generator=torch.Generator().manual_seed(step))
-        model(x.to(next(model.parameters()).dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def check_from_to(
     folder: Path, first: int, second: int, make: Any, is_sharded: tuple[bool, bool], kind: Any
 ) -> None:
@@ -167,13 +112,6 @@ def check_from_to(
 
     expected = run_ranks(first, saved)[0]
     run_ranks(second, loaded)
-
-
-def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Their state dicts, with parameters in order, which those of sharded optimizers aren't."""
-    state = optimizer.state_dict()
-    own = {i: dict(sorted(state["state"][i].items())) for i in sorted(state["state"])}
-    return dict(model.state_dict()), state | {"state": own}
 
 
 SIZES = [(1, 2), (2, 1), (2, 2), (3, 4), (4, 3)]

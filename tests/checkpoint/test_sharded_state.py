@@ -26,7 +26,7 @@ from lockstep.checkpoint import ShardedState
 from lockstep.checkpoint.sharded_state import boxes_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.optim import PartialTensor
-from tests.checkpoint.test_round_trips import same, states_of, train, trained
+from tests.checkpoint.training import same, states_of, train, trained
 from tests.counts import some
 from tests.nn.models import Digits, Empty, Strided, Unused
 from tests.optim.optimizers import OPTIMIZERS

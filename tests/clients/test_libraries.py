@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from tests.clients.forks import Forks
-from tests.clients.test_transformers import Tokens, gpt2
+from tests.clients.gpt2 import Tokens, gpt2
 from tests.clients.torchvision import stand_in_for_torchvision
 from tests.clients.toy import (
     PARALLEL,

@@ -37,6 +37,8 @@ NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 # Empty, without dimensions, odd, on both sides of what goes in one meeting, and in three pieces.
 SHAPES = ((), (0,), (3, 0), (7,), (2, 3, 5), (16_385,), (600_001,))
+# One that goes in one meeting, and one that takes several.
+SMALL, LARGE = (3,), (700_001,)
 
 
 def over_sizes(backends: Sequence[str]) -> pytest.MarkDecorator:
@@ -54,6 +56,7 @@ def over_sizes(backends: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("backend", "size"), cases)
 
 
+over_ours = pytest.mark.parametrize("backend", OURS)
 over_backends_and_sizes = over_sizes(BACKENDS)
 over_ours_and_sizes = over_sizes(OURS)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ import torch.distributed as dist
 
 from lockstep.comm import hosts as hosts_module
 from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.hosts import HostsCollectives, HostsTransport, Network
+from lockstep.comm.hosts import Network
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.transport import Signature
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from tests.ranks import run_ranks
+from tests.comm.ranks_on_hosts import run_hosts
 
 HOSTS = {
     "two and two": [[0, 1], [2, 3]],
@@ -29,39 +28,15 @@ HOSTS = {
 }
 
 
-def hosts_group(
-    store: dist.Store, rank: int, hosts: Sequence[Sequence[int]], seconds: float = 20
-) -> SharedMemoryGroup:
-    team = HostsTransport(store, rank, hosts, seconds)
-    return SharedMemoryGroup(team, "shm", timedelta(seconds=seconds), store, HostsCollectives)
-
-
-def run_hosts(
-    hosts: Sequence[Sequence[int]],
-    body: Callable[[int, SharedMemoryGroup], object],
-    seconds: float = 20,
-) -> list[object]:
-    store = dist.HashStore()
-
-    def run(rank: int, gloo: dist.ProcessGroup) -> object:
-        group = hosts_group(store, rank, hosts, seconds)
-        try:
-            return body(rank, group)
-        finally:
-            group.shutdown()
-
-    return run_ranks(sum(map(len, hosts)), run)
+@pytest.fixture(params=HOSTS.values(), ids=HOSTS)
+def hosts(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
+    chosen: Sequence[Sequence[int]] = request.param
+    return chosen
 
 
 def values(rank: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-@pytest.fixture(params=HOSTS.values(), ids=HOSTS)
-def hosts(request: pytest.FixtureRequest) -> Sequence[Sequence[int]]:
-    chosen: Sequence[Sequence[int]] = request.param
-    return chosen
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 100_000])

@@ -16,11 +16,7 @@ import torch.distributed as dist
 from lockstep.comm import end_this_rank
 from lockstep.comm.shm import mailbox
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, SharedMemoryFull
-from tests.comm.groups import (
-    assert_all_are,
-    run_on,
-)
-from tests.comm.test_messages import LARGE, SMALL, over_ours
+from tests.comm.groups import LARGE, SMALL, assert_all_are, over_ours, run_on
 from tests.ranks import TIMEOUT_SECONDS
 
 

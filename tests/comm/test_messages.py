@@ -15,11 +15,14 @@ from tests.comm.groups import (
     BACKENDS,
     DTYPES,
     GLOO_DTYPES,
+    LARGE,
     OURS,
     SHAPES,
+    SMALL,
     assert_all_are,
     assert_same_bits,
     laid_out,
+    over_ours,
     run_on,
     values,
 )
@@ -27,9 +30,6 @@ from tests.ranks import TIMEOUT_SECONDS
 from tests.waiting import until
 
 over_backends = pytest.mark.parametrize("backend", BACKENDS)
-over_ours = pytest.mark.parametrize("backend", OURS)
-
-SMALL, LARGE = (3,), (700_001,)
 
 
 @over_backends

@@ -1,13 +1,11 @@
 """The ranks' lines and memory, with ranks as threads: who is let in, told, blamed and freed."""
 
-import contextlib
 import errno
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +18,7 @@ from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
 from lockstep.comm.shm.memory import Segment, send_message
 from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.transport import Signature, encoded
+from lockstep.comm.transport import encoded
 from lockstep.deadline import Deadline
 from lockstep.errors import (
     CollectiveMismatch,
@@ -30,47 +28,7 @@ from lockstep.errors import (
     RendezvousFailed,
     SharedMemoryFull,
 )
-
-A, B = Signature("all_reduce", torch.float32, (3,), "SUM"), Signature("barrier")
-
-
-def run_each(*calls: Callable[[], object]) -> list[object]:
-    """Run all at once; return what each returned or raised."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call) for call in calls]
-        return [future.exception() or future.result() for future in futures]
-
-
-def join_all(size: int) -> list[ShmTransport]:
-    store = dist.HashStore()
-    teams = run_each(
-        *(lambda rank=rank: ShmTransport(store, rank, size, 10) for rank in range(size))
-    )
-    assert all(isinstance(team, ShmTransport) for team in teams), teams
-    return teams  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def joined(size: int) -> Iterator[list[ShmTransport]]:
-    teams = join_all(size)
-    try:
-        yield teams
-    finally:
-        for team in teams:
-            team.leave()
-        gc.collect()
-
-
-def die(team: ShmTransport) -> None:
-    """What the others see of a rank when its process is killed."""
-    team.close()
-
-
-def meet_all(teams: list[ShmTransport], call: Signature = A, timeout: float = 5) -> list[object]:
-    return run_each(
-        *(lambda team=team: team.exchange(call, 0, Deadline(timeout)) for team in teams)
-    )
-
+from tests.comm.transports import A, B, die, joined, meet_all, run_each
 
 # Who is let in.
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.deadline import Deadline
 from lockstep.errors import PeerLost
-from tests.comm.test_shm import A, die, join_all, joined, meet_all, run_each
+from tests.comm.transports import A, die, join_all, joined, meet_all, run_each
 
 
 def test_memory_that_nobody_uses_goes_back():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.comm.shm.barrier import _HEADER_BYTES, Fault
 from lockstep.errors import PeerLost
-from tests.comm.test_shm import joined, meet_all
+from tests.comm.transports import joined, meet_all
 
 
 def test_who_has_heard_of_a_failure_and_leaves_is_not_blamed_where_only_it_has_told_of_it():

@@ -5,64 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 
-from lockstep.comm.backends import THREADS
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState
 from lockstep.comm.transport import Signature
 from lockstep.deadline import Deadline
-from lockstep.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupClosed,
-    PeerLost,
-)
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
+from tests.comm.thread_groups import LATER, SOON, all_reduce, outcomes
 
-SOON, LATER = 1.0, 20.0
 LARGE = 300_000  # elements, more than a rank puts into a slot for all to sum
-
-
-def outcomes(
-    size: int, body: Callable[[int, SharedMemoryGroup], Any], timeout: float = LATER
-) -> list[Any]:
-    """What ``body`` returns on each rank, or raises."""
-    room = ThreadTransportState(size)
-    found: dict[int, Any] = {}
-    groups: list[weakref.ref[SharedMemoryGroup]] = []
-
-    def run(rank: int) -> None:
-        try:
-            group = SharedMemoryGroup(
-                ThreadTransport(room, rank), THREADS, timedelta(seconds=timeout)
-            )
-            groups.append(weakref.ref(group))
-            found[rank] = body(rank, group)
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    # Not before: a rank that doesn't leave is what some of the tests are about.
-    for alive in [group for group in (reference() for reference in groups) if group is not None]:
-        alive.shutdown()
-    assert not any(thread.is_alive() for thread in threads)
-    return [found[rank] for rank in range(size)]
-
-
-def all_reduce(group: SharedMemoryGroup, numel: int = 1) -> torch.Tensor:
-    tensor = torch.ones(numel)
-    group.allreduce([tensor]).wait()
-    return tensor
 
 
 @pytest.mark.parametrize("numel", [0, 1, LARGE])

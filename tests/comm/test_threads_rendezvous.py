@@ -20,7 +20,7 @@ from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.threads.ranks import RankThreads, a_rank_of, changed
 from lockstep.comm.threads.transport import join
 from lockstep.errors import RendezvousFailed
-from tests.comm.test_threads import LATER, all_reduce, outcomes
+from tests.comm.thread_groups import LATER, all_reduce, outcomes
 
 
 def test_ranks_find_each_other_through_a_store() -> None:

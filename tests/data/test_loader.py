@@ -9,7 +9,7 @@ import multiprocessing.resource_tracker
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -31,44 +29,11 @@ from torch.utils.data import (
 import lockstep
 from lockstep.data.pace import Pace
 from lockstep.errors import SplitError
+from tests.data.datasets import Augmented, Halves, Stream
 from tests.data.numbers import Numbers
 from tests.ranks import run_ranks
 
 Epoch = list[list[int]]  # the samples of each global batch
-
-
-class Augmented(Numbers):
-    """Samples with a number of each generator."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(()).item(), random.random(), np.random.rand()
-
-
-class Stream(IterableDataset[int]):
-    """Numbers, divided among workers as torch's documentation tells."""
-
-    def __init__(self, length: int, *, divides: bool = True) -> None:
-        self.length, self.divides = length, divides
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None or not self.divides else (info.id, info.num_workers)
-        return iter(range(first, self.length, step))
-
-
-class Halves(Sampler[int]):
-    """One of a user's own, which draws from the global generators as it goes."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        left = list(range(self.length))
-        while left:
-            yield left.pop(random.randrange(len(left)) // (1 + int(torch.randint(2, ()))))
 
 
 SAMPLERS: dict[str, Callable[[int, int], dict[str, Any]]] = {

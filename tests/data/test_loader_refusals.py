@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampl
 
 import lockstep
 from lockstep.errors import SplitError
+from tests.data.datasets import Augmented, Halves, Stream
 from tests.data.numbers import Numbers
-from tests.data.test_loader import Augmented, Halves, Stream
 from tests.ranks import run_ranks
 
 

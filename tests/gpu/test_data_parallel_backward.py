@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.nn.replicas import (
-    DataParallel,
-)
-from tests.gpu.test_data_parallel import (
+from lockstep.nn.replicas import DataParallel
+from tests.gpu.replicas import (
     GPU,
+    MARKS,
     MIXED,
     SECONDS,
     THREE_TIMES,
@@ -24,13 +23,14 @@ from tests.gpu.test_data_parallel import (
     WAYS,
     Net,
     assert_close,
-    cuda_has_begun,  # noqa: F401 - a fixture
+    cuda_has_begun,  # noqa: F401
     gradients_of,
     home_of,
     net,
-    pytestmark,  # noqa: F401 - as there
     samples,
 )
+
+pytestmark = MARKS
 
 
 class TestBackwards:

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.nn.replicas import (
-    DataParallel,
-)
-from tests.gpu.test_data_parallel import (
+from lockstep.nn.replicas import DataParallel
+from tests.gpu.replicas import (
     GPU,
+    MARKS,
     MIXED,
     THREE_TIMES,
     by_function,
     by_module,
-    cuda_has_begun,  # noqa: F401 - a fixture
+    cuda_has_begun,  # noqa: F401
     home_of,
-    pytestmark,  # noqa: F401 - as there
 )
+
+pytestmark = MARKS
 
 # So wide that a cuBLAS work space more or less, of 32 MiB, is little beside it.
 WIDTH = 8192

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.grad import CommHook, GradBucket, Phase
-from tests.grad.test_reducer import backward, come, reducer_of
+from tests.grad.recorder import backward, come, reducer_of
 
 
 def test_a_backward_that_failed_is_finished_before_the_next_begins():

@@ -60,3 +60,10 @@ def parts(world_size: int, rows: int = 4) -> torch.Tensor:
     """The same data every time, a part for each rank."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(world_size, rows, 4, dtype=torch.float64, generator=generator)
+
+
+def mean_gradients(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor | None]:
+    """The mean over the parts, of a loss that is a mean itself."""
+    alone = copy.deepcopy(model)
+    alone(data.flatten(0, 1)).square().mean().backward()
+    return [p.grad for p in alone.parameters()]

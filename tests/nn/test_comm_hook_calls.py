@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from tests.nn import parallel
+from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
 from tests.nn.parallel import parts
-from tests.nn.test_comm_hooks import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
 from tests.ranks import run_ranks
 from tests.same import gradients_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,43 +25,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from tests.counts import pairs
+from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
 from tests.processes import Processes, processes
 from tests.same import assert_same
 
-OurDDP = lockstep.DistributedDataParallel
 # What makes a model's reduction another one; given the wrapper and the group.
 Register = Callable[[nn.Module, dist.ProcessGroup], object]
-SEVERAL_BUCKETS_MB = 0.004
-FEATURES = 16
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Processes]:
     with processes(2) as started:
         yield started
-
-
-def _build() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return nn.Sequential(
-            nn.Linear(FEATURES, 32),
-            nn.BatchNorm1d(32),  # whose buffers travel, too
-            nn.Tanh(),
-            nn.Linear(32, 32),
-            nn.Tanh(),
-            nn.Linear(32, 32),
-            nn.Tanh(),
-            nn.Linear(32, 8),
-        ).double()
-
-
-_NET = _build()
-
-
-def net() -> nn.Module:
-    """The same network every time, on every rank."""
-    return copy.deepcopy(_NET)
 
 
 def hook(function: Callable[..., Any]) -> Register:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from tests.nn.parallel import net, parts
+from tests.nn.parallel import mean_gradients, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 
@@ -26,13 +26,6 @@ HAS_CAPS = "bucket_cap_mb_list" in inspect.signature(TorchDDP).parameters
 
 def launch(body: Any, world_size: int = 2) -> list[Any]:
     return lockstep.launch(body, world_size, ranks="threads")
-
-
-def mean_gradients(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor | None]:
-    """The mean over the parts, of a loss that is a mean itself."""
-    alone = copy.deepcopy(model)
-    alone(data.flatten(0, 1)).square().mean().backward()
-    return [p.grad for p in alone.parameters()]
 
 
 class Counting(nn.Module):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import CollectiveFailed
-from tests.nn.test_failed_backwards import batch, layers
+from tests.nn.failing import batch, layers
 
 
 def test_a_failed_backward_names_ranks_of_a_sub_group_by_their_numbers_in_the_run() -> None:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import ModelError
+from tests.nn.joining import OurDDP, assert_all_are, batches, by_hand, launch, sgd
 from tests.nn.parallel import net
-from tests.nn.test_join import OurDDP, assert_all_are, batches, by_hand, launch, sgd
 
 # Of the import of torch.distributed.optim.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.errors import CollectiveMismatch
 from tests.comm.groups import OURS, run_on
 from tests.counts import pairs
-from tests.nn.test_failed_backwards import Layers, gradients
+from tests.nn.failing import Layers, gradients
 
 SIZES = (2, 3)
 over_ours_and_sizes = pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.nn.autograd import is_any_reached
 from tests.nn.parallel import in_place
-from tests.nn.test_several_models import assert_close
 from tests.ranks import run_ranks
-from tests.same import gradients_of
+from tests.same import assert_same, gradients_of
+
+assert_close = partial(assert_same, tolerance=1e-10)
 
 WIDTH = 3
 Models = Sequence["Layers"]

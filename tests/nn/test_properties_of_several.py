@@ -14,9 +14,7 @@ from torch import nn
 
 import lockstep
 from tests.counts import num_examples
-from tests.nn.plans_of_several import Call, Pass, Plan, plans, touched
-from tests.nn.random_models import WIDTH, RandomModel, Use, samples
-from tests.nn.test_properties import (
+from tests.nn.checking import (
     GROUP_TIMEOUT_SECONDS,
     LEARNING_RATE,
     Seen,
@@ -25,6 +23,8 @@ from tests.nn.test_properties import (
     few_hundred,
     first_model,
 )
+from tests.nn.plans_of_several import Call, Pass, Plan, plans, touched
+from tests.nn.random_models import WIDTH, RandomModel, Use, samples
 from tests.ranks import run_ranks
 from tests.same import gradients_of
 

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.errors import AlreadyParallel
-from tests.nn.parallel import net, parts
-from tests.nn.test_drop_in import mean_gradients
+from tests.nn.parallel import mean_gradients, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 

@@ -18,21 +18,11 @@ import lockstep
 from lockstep import SyncBatchNorm
 from lockstep.nn import sync_batch_norm
 from tests.counts import num_examples, pairs
+from tests.nn.batch_norm import CHANNELS, batches
 from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import assert_same
 
-CHANNELS = 3
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-def batches(shape: tuple[int, ...], sizes: list[int], count: int = 2) -> list[list[torch.Tensor]]:
-    """Some whole batches, each as its parts."""
-    generator = torch.Generator().manual_seed(0)
-    wholes = [
-        3 + 2 * torch.randn(sum(sizes), CHANNELS, *shape, dtype=torch.float64, generator=generator)
-        for _ in range(count)
-    ]
-    return [list(whole.split(sizes)) for whole in wholes]
 
 
 def train(norm: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:

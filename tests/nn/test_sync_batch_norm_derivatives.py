@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep import SyncBatchNorm, errors
-from tests.nn.test_sync_batch_norm import CHANNELS, batches
+from tests.nn.batch_norm import CHANNELS, batches
 from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import assert_same, gradients_of
 

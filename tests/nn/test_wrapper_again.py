@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from tests.nn.parallel import net, parts
-from tests.nn.test_drop_in import mean_gradients
+from tests.nn.parallel import mean_gradients, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 import lockstep
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
 
 
 def adamw(parameters: Any) -> Optimizer:
@@ -63,3 +66,25 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    return model, lockstep.shard_optimizer(adamw(model.parameters()))
+
+
+def trained(
+    group: dist.ProcessGroup, first: nn.Module, make: Any, *, sharded: bool, steps: int = 6
+) -> tuple[nn.Module, Optimizer]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    optimizer = make(model.parameters())
+    if sharded:
+        assert lockstep.shard_optimizer(optimizer) is optimizer
+    for step in range(steps):
+        x = torch.randn(
+            3, *first.sample, generator=torch.Generator().manual_seed(group.rank() + 10 * step)
+        )
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer

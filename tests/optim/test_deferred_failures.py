@@ -14,8 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, ParameterChanged
 from tests.nn.models import Digits
-from tests.optim.programs import adamw, losses
-from tests.optim.test_deferred_gradients import BACKENDS, sharded
+from tests.optim.programs import BACKENDS, adamw, losses, sharded
 from tests.ranks import run_ranks
 
 

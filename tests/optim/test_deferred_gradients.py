@@ -21,15 +21,8 @@ from torch._dynamo.testing import CompileCounter
 import lockstep
 from lockstep.grad import bucket_of, unsummed_bucket_of
 from tests.nn.models import Digits
-from tests.optim.programs import adamw, losses
+from tests.optim.programs import BACKENDS, adamw, losses, sharded
 from tests.ranks import run_ranks
-
-BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
-
-
-def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-    return model, lockstep.shard_optimizer(adamw(model.parameters()))
 
 
 def is_pending(model: nn.Module) -> list[bool]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from tests.checkpoint.test_round_trips import same
+from tests.checkpoint.training import same
 from tests.nn.models import Digits
 from tests.optim.optimizers import Plain
 from tests.optim.programs import check_same_bits, train

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from tests.comm.test_shm_processes import run
+from tests.comm.forked_ranks import run
 from tests.optim.programs import adamw
 from tests.ranks import run_ranks
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import lockstep
 from lockstep.checkpoint import ShardedState
 from lockstep.comm.hosts import HostsCollectives, Network
-from tests.comm.test_hosts import run_hosts
+from tests.comm.ranks_on_hosts import run_hosts
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS
-from tests.optim.test_shard_optimizer import train
+from tests.optim.programs import trained
 
 
 def test_parameters_have_the_bits_of_an_unsharded_optimizer() -> None:
@@ -27,7 +27,7 @@ def test_parameters_have_the_bits_of_an_unsharded_optimizer() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         for name in "AdamW", "Adafactor":
-            ends = [train(group, first, OPTIMIZERS[name], sharded=each)[0] for each in (0, 1)]
+            ends = [trained(group, first, OPTIMIZERS[name], sharded=each)[0] for each in (0, 1)]
             plain, sharded = (each.parameters() for each in ends)
             for a, b in zip(plain, sharded, strict=True):
                 assert torch.equal(a, b)
@@ -44,7 +44,7 @@ def test_a_checkpoint_of_several_hosts_is_loaded_on_one_rank(
     first: nn.Module = Digits()
 
     def body(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
-        model, optimizer = train(group, first, OPTIMIZERS["AdamW"], sharded=True)
+        model, optimizer = trained(group, first, OPTIMIZERS["AdamW"], sharded=True)
         lockstep.save(tmp_path, model=model, optimizer=optimizer, process_group=group)
         return optimizer.state_dict()
 
@@ -66,7 +66,7 @@ def test_parts_of_several_hosts_are_one_checkpoint(hosts: list[list[int]]) -> No
     first: nn.Module = Digits()
 
     def body(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any]:
-        _, optimizer = train(group, first, OPTIMIZERS["AdamW"], sharded=True)
+        _, optimizer = trained(group, first, OPTIMIZERS["AdamW"], sharded=True)
         planner = DefaultSavePlanner()
         planner.set_up_planner({"optimizer": ShardedState(optimizer).state_dict()}, None, not rank)
         local = planner.create_local_plan()

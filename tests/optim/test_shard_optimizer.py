@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 import lockstep
@@ -19,7 +18,7 @@ from lockstep.errors import ModelError
 from tests.counts import pairs
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
 from tests.optim.optimizers import OPTIMIZERS
-from tests.optim.programs import adamw, losses
+from tests.optim.programs import adamw, losses, trained
 from tests.optim.programs import train as train_steps
 from tests.ranks import run_ranks
 
@@ -42,31 +41,14 @@ class Flat(nn.Module):
 MODELS = [Digits, Layers, Shared, Unused, Wide, Flat]
 
 
-def train(
-    group: dist.ProcessGroup, first: nn.Module, make: Any, *, sharded: bool, steps: int = 6
-) -> tuple[nn.Module, Optimizer]:
-    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-    optimizer = make(model.parameters())
-    if sharded:
-        assert lockstep.shard_optimizer(optimizer) is optimizer
-    for step in range(steps):
-        x = torch.randn(
-            3, *first.sample, generator=torch.Generator().manual_seed(group.rank() + 10 * step)
-        )
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
 def compare_bits(make: Any, kind: type[nn.Module], size: int) -> None:
     """Train with an optimizer as it is, and with it sharded; compare parameters and state."""
     torch.manual_seed(0)
     first = kind()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        plain, its = train(group, first, make, sharded=False)
-        sharded, own = train(group, first, make, sharded=True)
+        plain, its = trained(group, first, make, sharded=False)
+        sharded, own = trained(group, first, make, sharded=True)
         for (key, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             assert torch.equal(a, b), (key, (a - b).abs().max())
         expected, state = its.state_dict(), own.state_dict()
@@ -96,7 +78,7 @@ def test_ranks_may_differ_in_whether_backwards_take_turns_between_two_buffers() 
     first = Wide()
 
     def body(rank: int, group: dist.ProcessGroup) -> int:
-        plain, _ = train(group, first, adamw, sharded=False)
+        plain, _ = trained(group, first, adamw, sharded=False)
         model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
         for step in range(6):

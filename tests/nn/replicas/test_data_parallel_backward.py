@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.nn.replicas import DataParallel
-from tests.nn.replicas.test_data_parallel import TWO, Net, batch, net
+from tests.nn.replicas.nets import TWO, Net, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
 
 

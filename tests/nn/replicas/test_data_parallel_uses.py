@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.nn.replicas import DataParallel, data_parallel
-from tests.nn.replicas.test_data_parallel import THREE, TWO, batch, net
+from tests.nn.replicas.nets import THREE, TWO, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
 from tests.waiting import until
 

@@ -8,17 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import (
-    gather,
-    parallel_apply,
-    replicate,
-    scatter,
-    scatter_kwargs,
-)
-from tests.nn.replicas.test_data_parallel_as_torchs import (
-    TWO,
-    Does,
-)
+from lockstep.nn.replicas import gather, parallel_apply, replicate, scatter, scatter_kwargs
+from tests.nn.replicas.as_torchs import TWO, Does
 
 
 class TestPrimitives:
