@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.comm import shared_buffers
-from lockstep.errors import ParameterChanged
+from lockstep.errors import CollectiveMismatch, ParameterChanged
 from tests.ranks import run_ranks
 
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
@@ -80,6 +80,31 @@ def test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one() -> None:
         assert is_through.wait(60)
 
     run_ranks(2, body)
+
+
+@BACKENDS
+def test_a_mismatch_in_one_model_leaves_no_barrier_of_another_one_to_come(backend: str) -> None:
+    """All ranks raise and go on together; but one of them has come to no barrier before."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        (first, one), (second, other) = scaled(group), scaled(group)
+        for _ in range(3):
+            (first(1.0) + second(1.0)).backward()
+            one.zero_grad()
+            other.zero_grad()
+        loss = first(1.0)
+        if rank:  # once the gradients of the second model have come
+            loss.register_hook(lambda grad: group.meet("something else"))
+        with pytest.raises(CollectiveMismatch):
+            (loss + second(1.0)).backward()
+        group.meet("what comes next")
+        one.zero_grad()
+        other.zero_grad()
+        (first(1.0 + rank) + second(3.0 + rank)).backward()
+        assert torch.equal(first.weight.grad, torch.full((4096,), 1.5))
+        assert torch.equal(second.weight.grad, torch.full((4096,), 3.5))
+
+    run_ranks(2, body, backend=backend)
 
 
 def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monkeypatch) -> None:
