@@ -11,7 +11,7 @@ OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % s
 JOBS ?= 2
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-mutations test-network test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
+.PHONY: demo test test-long test-mutations test-network test-shown test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -28,6 +28,9 @@ test-simulated: .venv/ready  ## Run the tests that need GPUs on simulated ones
 test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that others may have written
 	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long tests/checkpoint/test_mutations.py \
 	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py
+
+test-shown: .venv/ready  ## Try whether tests show what comments say: break the source, see them fail
+	$(BIN)/python -m tests.shown_by -j $(JOBS)
 
 test-network: .venv/ready  ## Let the store fall silent before each kind of request, and networks be slow
 	$(BIN)/$(PYTEST) --long -m network tests/world/test_silent_stores.py \

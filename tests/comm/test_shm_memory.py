@@ -5,8 +5,10 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
+from lockstep.comm.shm import memory
 from lockstep.deadline import Deadline
 from lockstep.errors import PeerLost
 from tests.comm.transports import A, die, join_all, joined, meet_all, run_each
@@ -106,6 +108,17 @@ def test_what_was_sent_is_read_though_the_sender_went():
         assert error.ranks == (0,)
 
 
+def test_a_message_is_received_though_its_sender_left_without_reading():
+    with joined(2) as teams:
+        for team in teams:
+            team.mailbox.send(torch.full((3,), 7.0), 1 - team.rank, 0)
+        die(teams[0])
+        mailbox = teams[1].mailbox
+        received = torch.empty(3)
+        mailbox.receive(mailbox.expect(received, 0, 0), Deadline(5))
+        assert received.tolist() == [7.0] * 3
+
+
 def test_tensors_are_dropped_by_any_thread_while_others_are_made():
     with joined(2) as teams:
 
@@ -117,6 +130,27 @@ def test_tensors_are_dropped_by_any_thread_while_others_are_made():
         assert run_each(*[make_and_drop] * 4) == [None] * 4
         gc.collect()
         assert not teams[0]._segment.offset_at
+
+
+def test_memory_at_the_address_of_dropped_memory_is_known(monkeypatch: pytest.MonkeyPatch):
+    """Another thread may get it before the one that unmaps goes on."""
+    unmap, made = memory._libc.munmap, []
+    with joined(1) as (team,):
+
+        def unmap_and_make(pointer: int, num_bytes: int) -> int:
+            monkeypatch.undo()
+            result = unmap(pointer, num_bytes)
+            made.append(team.empty(4096))
+            return result
+
+        tensor = team.empty(4096)
+        address = tensor.data_ptr()
+        monkeypatch.setattr(memory._libc, "munmap", unmap_and_make)
+        del tensor
+        assert [each.data_ptr() for each in made] == [address]
+        assert team.find(made[0]) is not None
+        assert memory.is_shared(made[0])
+        made.clear()
 
 
 def test_more_than_1024_descriptors_may_be_open():

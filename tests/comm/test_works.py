@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import Reduction
-from lockstep.comm.work import GroupWork
+from lockstep.comm.work import GroupWork, WorkQueue
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.groups import BACKENDS, OURS, all_gather_single, assert_all_are, run_on
 from tests.waiting import until
@@ -126,6 +126,30 @@ def test_a_call_that_nobody_waits_for_keeps_no_rank_waiting(backend: str, then: 
 
 
 @over_ours
+def test_a_wait_for_a_call_is_not_one_for_later_calls(backend: str) -> None:
+    is_there, is_through = threading.Event(), threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = torch.ones(3), torch.ones(1)
+        if group.rank():
+            assert is_there.wait(15)
+            time.sleep(0.1)  # rank 0 waits by then
+            dist.all_reduce(first, group=group)
+            assert is_through.wait(15)
+            dist.all_reduce(second, group=group)
+            return
+        works = [dist.all_reduce(each, group=group, async_op=True) for each in (first, second)]
+        works[0].is_completed()  # so that the queue's own thread carries out both
+        assert until(lambda: group._queue._running is not None)
+        is_there.set()
+        works[0].wait()
+        is_through.set()
+        works[1].wait()
+
+    run_on(backend, 2, body)
+
+
+@over_ours
 def test_a_call_takes_the_values_of_when_it_is_carried_out_and_not_before_others(
     backend: str,
 ) -> None:
@@ -207,14 +231,30 @@ def test_a_work_tells_what_went_wrong(backend: str, ask: str) -> None:
 
 
 @over_ours
-def test_a_callback_may_wait_for_another_calls_future(backend: str) -> None:
+@pytest.mark.parametrize("thread", ["the queue's own", "one that waits"])
+def test_a_callback_may_wait_for_another_calls_future(
+    backend: str, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, hurry = threading.local(), WorkQueue.hurry
+
+    def hurry_later(queue: WorkQueue) -> None:
+        if not getattr(late, "now", False):
+            hurry(queue)
+
+    monkeypatch.setattr(WorkQueue, "hurry", hurry_later)
+
     def body(group: dist.ProcessGroup) -> float:
         def again(future: torch.futures.Future) -> torch.Tensor:
             first = future.value()[0].clone()
             return dist.all_reduce(first, group=group, async_op=True).get_future().wait()[0]
 
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-        return work.get_future().then(again).wait()[0].item()
+        late.now = thread == "one that waits"
+        future = work.get_future().then(again)
+        late.now = False
+        if thread == "one that waits":
+            work.wait()
+        return future.wait()[0].item()
 
     assert run_on(backend, 2, body) == [4.0, 4.0]
 

@@ -201,6 +201,8 @@ def test_a_gradient_may_be_replaced_after_its_copy(is_first_backward: bool):
     come(reducer, parameters, 3)
     reducer.finish()
     assert [parameter.grad[0].item() for parameter in parameters] == [1, 7, 3, 4]
+    # All are what was summed: the other ranks' gradient, too, and not only what has replaced it.
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in parameters}) == 1
 
 
 def test_nothing_is_left_of_buckets_for_which_memory_is_short(monkeypatch: pytest.MonkeyPatch):

@@ -371,7 +371,7 @@ class WorkQueue:
         while not work._is_done:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
-            # Shown by test_a_call_that_nobody_waits_for_keeps_no_rank_waiting.
+            # Shown by test_a_wait_for_a_call_is_not_one_for_later_calls.
             if self._carrying_out.acquire(True, _PATIENCE_SECONDS):
                 self._carry_out_next(end, until=work)
             elif not end.left():  # that thread's limit need not be this one's

@@ -12,7 +12,7 @@ autograd adds to. Here both are views of one memory, which every backward uses. 
   returns.
 
 Holders are told by the number of references to a view, and by the number of tensors in its memory.
-Shown by tests/nn/test_kept_gradients.py and test_kept_gradients_random.py.
+Shown by test_gradients_of_the_last_step_stay_as_they_were.
 """
 
 from __future__ import annotations

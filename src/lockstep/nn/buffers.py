@@ -295,7 +295,8 @@ class Buffers:
             self._num_references[tensor] = num_references
             self._num_skips.pop(tensor, None)
             if num_references > 1 and not tensor.is_inference():
-                # A graph that saved a view must raise in its backward, as after other writes. See
+                # A graph that saved a view must raise in its backward, as after other writes.
+                # Shown by
                 # test_a_backward_that_needs_an_earlier_value_of_a_view_is_refused.
                 increment_version(tensor)
             return True

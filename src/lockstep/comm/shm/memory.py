@@ -194,7 +194,7 @@ def map_memory(
 
 def _unmap(pointer: int, num_bytes: int, owner: _Owner | None) -> None:
     # In this order, as something else may be at this address as soon as it is unmapped. Shown by
-    # test_tensors_are_dropped_by_any_thread_while_others_are_made.
+    # test_memory_at_the_address_of_dropped_memory_is_known.
     if owner is not None:
         _shared_at.pop(pointer, None)
     if owner is not None and owner.process == os.getpid():
@@ -376,7 +376,8 @@ def receive_message(
         message, ancillary, _, _ = connection.recvmsg(num_bytes, ancillary_bytes, flags)
     except ConnectionResetError:
         # The peer closed its end without reading everything. The kernel reports that once, before
-        # what the peer had sent. Shown by test_what_was_sent_is_read_though_the_sender_went.
+        # what the peer had sent. Shown by
+        # test_a_message_is_received_though_its_sender_left_without_reading.
         message, ancillary, _, _ = connection.recvmsg(num_bytes, ancillary_bytes, flags)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
