@@ -7,8 +7,8 @@ OTHER := .venv-torch-$(TORCH)
 # The environment of another Python, PYTHON.
 OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-# How many tests run at once.
-JOBS ?= 2
+# How many tests run at once: one more than two cores, as many tests wait, for a timeout say.
+JOBS ?= 3
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-long test-mutations test-network test-shown test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean

@@ -1,7 +1,7 @@
 """What every test must leave behind: nothing. And what differs in ``make test-long``.
 
 ``make test`` runs all tests but those with the mark ``long``. Of those with the mark
-``shortened`` it does a part, and of tests with examples by Hypothesis a tenth of the examples. With
+``shortened`` it does a part, and of tests with examples by Hypothesis a fifth of the examples. With
 ``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them.
 
 Tests with the mark ``forks`` fork in place of new interpreters (see tests/interpreters.py), unless

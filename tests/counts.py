@@ -15,20 +15,36 @@ T = TypeVar("T")
 # How many mutations of a file are tried in ``make test-long``; ``make test-mutations`` sets more.
 NUM_MUTATIONS = int(os.environ.get("NUM_MUTATIONS", "300"))
 
-# How many of a hundred, which is what Hypothesis tries by itself.
-LONG, SHORT = 100, 10
+# How many examples Hypothesis tries by itself: half of what is its own default, and a tenth.
+LONG, SHORT = 50, 10
+
+
+def is_long() -> bool:
+    """Whether this is ``make test-long``."""
+    return settings.default.max_examples == LONG
 
 
 def num_examples(count: int, soon: int | None = None) -> int:
-    """All ``count`` examples in ``make test-long``, and ``soon`` or a tenth in ``make test``."""
+    """Half of ``count`` in ``make test-long``, and ``soon`` or a tenth in ``make test``."""
     share = settings.default.max_examples
-    return soon if soon is not None and share != LONG else count * share // 100
+    return soon if soon is not None and not is_long() else count * share // 100
 
 
 def some(cases: Iterable[T], first: int) -> list[T]:
     """All ``cases`` in ``make test-long``, and in ``make test`` every third, from one of three."""
-    is_all = settings.default.max_examples == LONG
-    return list(cases) if is_all else list(cases)[first % 3 :: 3]
+    return list(cases) if is_long() else list(cases)[first % 3 :: 3]
+
+
+def a_third(names: str, cases: Iterable[object], first: int = 0) -> pytest.MarkDecorator:
+    """Parametrize a test with ``cases``; ``make test`` runs every third, from one of three."""
+    names, marks = [name.strip() for name in names.split(",")], [pytest.mark.long]
+    found = [
+        pytest.param(
+            *(case if len(names) > 1 else [case]), marks=[] if index % 3 == first % 3 else marks
+        )
+        for index, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(names, found)
 
 
 def pairs(names: str, *values: Iterable[object]) -> pytest.MarkDecorator:

@@ -27,7 +27,7 @@ from lockstep import cli
 from lockstep.checkpoint import DcpReader
 from lockstep.errors import CheckpointError
 from tests.checkpoint.training import same
-from tests.counts import NUM_MUTATIONS, num_examples
+from tests.counts import NUM_MUTATIONS, is_long
 from tests.fuzzing import mutated, mutated_json, watched
 from tests.ranks import run_ranks
 
@@ -177,7 +177,7 @@ def test_mutated_checkpoints_are_loaded_or_refused(
     path = saved(tmp_path)
     whole = {file: file.read_bytes() for file in path.iterdir()}
     num_refused = 0
-    number = num_examples(NUM_MUTATIONS, 50)
+    number = NUM_MUTATIONS if is_long() else 50
     for seed in range(number):
         chance = random.Random(seed)
         for file, data in whole.items():

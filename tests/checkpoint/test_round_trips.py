@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from tests.checkpoint.training import same, states_of, train, trained
-from tests.counts import num_examples, some
+from tests.counts import a_third, num_examples
 from tests.nn.models import Digits, Layers, Shared
 from tests.optim.optimizers import OPTIMIZERS
 from tests.ranks import run_ranks
@@ -118,19 +117,12 @@ SIZES = [(1, 2), (2, 1), (2, 2), (3, 4), (4, 3)]
 KINDS = [(False, False), (True, True), (True, False), (False, True)]
 
 
-@pytest.mark.shortened
-@pytest.mark.parametrize(
-    ("first", "second", "is_sharded"),
-    some([(*sizes, kinds) for kinds in KINDS for sizes in SIZES], 0),
-)
+@a_third("first, second, is_sharded", [(*sizes, kinds) for kinds in KINDS for sizes in SIZES])
 def test_state_is_loaded_at_any_number_of_ranks(tmp_path, first, second, is_sharded) -> None:
     check_from_to(tmp_path, first, second, OPTIMIZERS["AdamW"], is_sharded, Digits)
 
 
-@pytest.mark.shortened
-@pytest.mark.parametrize(
-    ("name", "kind"), some([(name, kind) for name in OPTIMIZERS for kind in (Layers, Shared)], 1)
-)
+@a_third("name, kind", [(name, kind) for name in OPTIMIZERS for kind in (Layers, Shared)], 1)
 def test_state_of_any_optimizer_is_loaded(tmp_path, name, kind) -> None:
     check_from_to(tmp_path, 3, 2, OPTIMIZERS[name], (True, True), kind)
 

@@ -20,7 +20,7 @@ from lockstep.comm import has_compiled, start_all_gather_in_place
 from lockstep.errors import CollectiveFailed, PeerLost
 from lockstep.grad import ScatteredBucket, bucket_of
 from lockstep.optim.arriving import ArrivingParameter
-from tests.counts import some
+from tests.counts import a_third
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS
 from tests.optim.programs import adamw, losses
@@ -143,8 +143,7 @@ def test_what_needs_no_values_does_not_wait(late: list[Late]) -> None:
     run_ranks(2, body, backend="gloo")
 
 
-@pytest.mark.shortened
-@pytest.mark.parametrize("name", some(OPTIMIZERS, 0))
+@a_third("name", OPTIMIZERS)
 def test_it_has_the_bits_of_an_unsharded_optimizer(
     name: str, late: list[Late], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep.optim.state import decoded, encoded
-from tests.counts import in_turn, some
+from tests.counts import a_third, in_turn
 from tests.optim.programs import Program, adamw, check_same_bits, losses, train
 
 
@@ -377,8 +377,7 @@ def test_gloo_has_the_same_bits() -> None:
     check_same_bits(with_groups, backend="gloo")
 
 
-@pytest.mark.shortened
-@pytest.mark.parametrize("program", some(PROGRAMS, 0))
+@a_third("program", PROGRAMS)
 def test_a_program_has_the_same_bits_if_it_overlaps(program: Program, monkeypatch: Any) -> None:
     monkeypatch.setattr("lockstep.optim.division._CAP_BYTES", 20_000)
     check_same_bits(program, backend="gloo", overlap=True)
