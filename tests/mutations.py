@@ -295,7 +295,7 @@ MUTATIONS = [
         "pass",
     ),
     _m(
-        "test_gradients_of_a_rank_that_is_through_are_its_own",
+        "test_gradients_accumulated_by_a_rank_that_is_through_are_reduced_with_the_others",
         "nn/join.py",
         "None if p.grad is None or is_unreduced else p.grad.clone()",
         "None if p.grad is None else p.grad.clone()",

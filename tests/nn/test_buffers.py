@@ -151,18 +151,20 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def test_a_buffer_that_autograd_has_saved_is_left_alone() -> None:
+@pytest.mark.parametrize(("policy", "value"), [("rank0", 1), ("mean", 1.5)])
+def test_a_buffer_that_autograd_has_saved_is_left_alone(policy: str, value: float) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = lockstep.parallelize(Scaled(), process_group=group)
+        policies = {"scale": policy}
+        model = lockstep.parallelize(Scaled(), process_group=group, broadcast_buffers=policies)
         x = torch.ones(1, 3, dtype=torch.float64)
         earlier = model.layer(x).sum()
         later = model(x, scale=rank + 1.0).sum()
-        earlier.backward()  # rank 0's buffers come, while this rank's are still needed
+        earlier.backward()  # other buffers come, while this rank's are still needed
         assert model.scale.tolist() == [rank + 1] * 3
         model.zero_grad()
         later.backward()
         assert model.layer.bias.grad.tolist() == [1.5] * 3  # the mean of 1 and 2
-        assert model.scale.tolist() == [1] * 3
+        assert model.scale.tolist() == [value] * 3
 
     run_ranks(2, body)
 

@@ -203,6 +203,20 @@ def test_gradients_of_a_rank_that_is_through_are_its_own(how: str) -> None:
     assert launch(body) == [[[1, 1, 1, 1], [None, None]], [[1, 1, 0.5, 1, 1, 0.5], [0.5, 0.5]]]
 
 
+def test_gradients_accumulated_by_a_rank_that_is_through_are_reduced_with_the_others() -> None:
+    def body(world: lockstep.World) -> float | None:
+        model = OurDDP(nn.Linear(1, 1, bias=False))
+        (weight,) = model.parameters()
+        with model.join():
+            with model.no_sync():
+                model(torch.ones(1, 1)).sum().backward()
+            if world.rank:
+                model(torch.full((1, 1), 3.0)).sum().backward()
+        return None if weight.grad is None else weight.grad.item()
+
+    assert launch(body) == [None, 2.5]  # the mean of 1 and 1 + 3, and nothing to reduce again
+
+
 def test_a_gradient_left_in_a_loop_stays_with_the_rank_that_left_it() -> None:
     def body(world: lockstep.World) -> float:
         model = OurDDP(nn.Linear(1, 1, bias=False))

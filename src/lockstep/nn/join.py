@@ -116,8 +116,9 @@ def _own_gradients(engine: Engine) -> Callable[[], None]:
     """Save the gradients of a rank that is through, and return a function that restores them.
 
     The rank takes part in reductions of the others, and the next step after the loop would add to
-    the results. Gradients that it had accumulated, and not reduced, are reduced with the others',
-    and not restored. Shown by test_gradients_of_a_rank_that_is_through_are_its_own.
+    the results. Shown by test_gradients_of_a_rank_that_is_through_are_its_own. Gradients that it
+    had accumulated, and not reduced, are reduced with the others', and not restored. Shown by
+    test_gradients_accumulated_by_a_rank_that_is_through_are_reduced_with_the_others.
     """
     num_backwards, is_unreduced = engine.num_backwards, engine.reducer.table.has_unreduced
     gradients = [
