@@ -19,11 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutations import MUTATIONS, Mutation, mutated
+from tests.mutations import MUTATIONS, Mutation, mutated, named_tests
 from tests.simulated.__main__ import SETTINGS
 from tests.simulated.build import CannotBuild, environment
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "lockstep"
 _COPIED = ("src", "tests", "examples", "docs", "pyproject.toml", "README.md")
 _SIMULATED = "tests/simulated"
 # A test that waits for ever has failed, and one that takes longer than this by itself is too long.
@@ -114,11 +115,15 @@ def run_anywhere(folder: Path, test: str) -> Result:
 
 def try_one(mutation: Mutation) -> str:
     """Return what is wrong with the test of that mutation; nothing if it fails as it has to."""
+    try:
+        text = mutated((SOURCE / mutation.path).read_text(), mutation)
+        compile(text, mutation.path, "exec")
+    except (ValueError, SyntaxError) as error:
+        return f"has a mutation of another source: {error}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         copy_to(folder)
-        path = folder / "src" / "lockstep" / mutation.path
-        path.write_text(mutated(path.read_text(), mutation))
+        (folder / "src" / "lockstep" / mutation.path).write_text(text)
         try:
             result = run_anywhere(folder, mutation.test)
         except CannotBuild as error:
@@ -151,11 +156,17 @@ def main(arguments: Sequence[str]) -> int:
         print(f"In the source as it is:\n{output}")
         return 1
     wrong = 0
+    if not given.tests:
+        named = set(named_tests(SOURCE))
+        for path, test in sorted(named ^ {(one.path, one.test) for one in MUTATIONS}):
+            what = "no mutation" if (path, test) in named else "a mutation and no comment"
+            print(f"{path}: {test} has {what}")
+            wrong += 1
     with ThreadPoolExecutor(given.jobs) as pool:
         for mutation, what in zip(chosen, pool.map(try_one, chosen), strict=True):
             print(f"{mutation.path}: {mutation.test} {what or 'fails, as it has to'}", flush=True)
             wrong += bool(what) and not what.startswith("skipped")
-    print(f"{len(chosen) - wrong} of {len(chosen)} mutations are noticed")
+    print("All mutations are noticed" if not wrong else f"{wrong} are to be mended")
     return 1 if wrong else 0
 
 
