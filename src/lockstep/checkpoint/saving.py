@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from lockstep.checkpoint.folder import padded
 from lockstep.checkpoint.place import PartMissing, Place, explained, in_pieces, write_bytes
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import encode, kind_of
+from lockstep.comm import context_of
 from lockstep.deadline import Deadline
 from lockstep.errors import SaveFailed
 from lockstep.generators import generator_of_device
@@ -316,15 +316,13 @@ class Background:
                 raise
 
 
-# By process group. A group's entry goes with the group, but not before its thread has ended.
-_by_group: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
-# Those that have started a thread.
+# Those that have started a thread, which may go on when their group is gone.
 _backgrounds: set[Background] = set()
 
 
 def background_of(group: Any) -> Background:
     """Return this rank's :class:`Background` for saves over ``group``."""
-    return _by_group.setdefault(group, Background())
+    return context_of(group).get(Background)
 
 
 def _at_exit() -> None:

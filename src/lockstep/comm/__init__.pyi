@@ -34,6 +34,9 @@ from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
 from .collectives import Collectives as Collectives
 from .collectives import reduction_for as reduction_for
+from .context import GroupContext as GroupContext
+from .context import context_of as context_of
+from .context import in_all_contexts as in_all_contexts
 from .dynamo import has_compiled as has_compiled
 from .dynamo import uncompiled as uncompiled
 from .failures import STORE_SECONDS as STORE_SECONDS

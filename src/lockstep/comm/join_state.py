@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.any_group import all_gather, start_all_reduce
+from lockstep.comm.context import context_of
 from lockstep.errors import CollectiveFailed
 
 
@@ -124,7 +125,7 @@ class JoinState:
 
     def follow_update(self, announcement: Announcement) -> None:
         """Take the step of a sharded optimizer that the others have announced."""
-        update = _updates[self._group][announcement.detail]()
+        update = context_of(self._group).get(_Joining).updates[announcement.detail]()
         if update is None:
             raise CollectiveFailed(
                 "A sharded optimizer steps in join(), and this rank, which is through, has dropped "
@@ -136,31 +137,28 @@ class JoinState:
 # Takes a step along with the ranks of a group that still have data, with the options of that rank.
 Update = Callable[[ProcessGroup, int], None]
 
-# By group, its sharded optimizers, in the order in which all ranks have made them.
-_updates: weakref.WeakKeyDictionary[ProcessGroup, list[weakref.WeakMethod[Update]]] = (
-    weakref.WeakKeyDictionary()
-)
+
+class _Joining:
+    """What belongs to ``join()`` in a group's context."""
+
+    def __init__(self) -> None:
+        # Belongs to the context that has been entered, and ends with it.
+        self.state: weakref.ref[JoinState] | None = None
+        # The sharded optimizers', in the order in which all ranks have made them.
+        self.updates: list[weakref.WeakMethod[Update]] = []
 
 
 def add_update(group: ProcessGroup, update: Update) -> int:
     """Return the number by which ranks of ``group`` announce this ``update``, a method."""
-    updates = _updates.setdefault(group, [])
+    updates = context_of(group).get(_Joining).updates
     updates.append(weakref.WeakMethod(update))
     return len(updates) - 1
 
 
-# They belong to the contexts of join(), and end with those.
-_states: weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[JoinState]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def join_state_of(group: ProcessGroup) -> JoinState | None:
     """Return the state to announce steps of ``group`` to; None outside of join()."""
-    if not _states:  # as in most programs; each step asks several times
-        return None
-    reference = _states.get(group)
-    return reference() if reference is not None else None
+    joining = context_of(group).find(_Joining)
+    return joining.state() if joining is not None and joining.state is not None else None
 
 
 def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
@@ -169,15 +167,16 @@ def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
     Raises:
         CollectiveFailed: If there is another one already.
     """
+    joining = context_of(group).get(_Joining)
     if state is None:
-        _states.pop(group, None)
+        joining.state = None
     elif join_state_of(group) is not None:
         raise CollectiveFailed(
             "join() is entered in another join() over the same ranks. Let all models join at once: "
             "with lockstep.join(first, second), or torch.distributed.algorithms.Join([...])."
         )
     else:
-        _states[group] = weakref.ref(state)
+        joining.state = weakref.ref(state)
 
 
 def gather_in_step(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:

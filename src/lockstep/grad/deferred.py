@@ -26,6 +26,8 @@ from torch import nn
 from lockstep.comm import (
     SharedBuffers,
     SharedMemoryGroup,
+    context_of,
+    in_all_contexts,
     is_shared,
     reduction_for,
     start_all_reduce,
@@ -46,15 +48,16 @@ _Slices = dict[tuple[int, int], list[torch.Tensor]]
 
 # Ranks may be threads.
 _lock = threading.Lock()
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[DeferredBucket]] = (
-    weakref.WeakKeyDictionary()
-)
+
+
+class _Buckets(weakref.WeakSet["DeferredBucket"]):
+    """The deferred buckets of a group, in its context."""
 
 
 def _sum_before_fork() -> None:
     """Sum unsummed gradients, as other processes will change what a child would sum them from."""
     with _lock:
-        buckets = [bucket for own in _by_group.values() for bucket in own]
+        buckets = [bucket for each in in_all_contexts(_Buckets) for bucket in each]
     for bucket in buckets:
         if is_shared(bucket.contents.memory.buffer):
             bucket.sum_unsummed()
@@ -78,7 +81,7 @@ class DeferredBucket(UnsummedBucket):
         self.shared, self._group = shared, group
         self._memories = {contents.memory.buffer.data_ptr(): contents.memory}
         with _lock:
-            self._of_group = _by_group.setdefault(group, weakref.WeakSet())
+            self._of_group = context_of(group).get(_Buckets)
             self._of_group.add(self)
         # What the last backward has left: whether means are the ranks' gradients divided by their
         # number, or their sum; the factor of gradient clipping, for all means; gradients that the

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Step, join_state_of, uncompiled
+from lockstep.comm import Step, context_of, in_all_contexts, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
@@ -394,23 +394,14 @@ def _advise(error: CollectiveFailed, place: str) -> None:
         )
 
 
-# Ranks may be threads.
-_lock = threading.RLock()
-# Weakly: a BackwardSync lives as long as its group.
-_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, BackwardSync] = weakref.WeakKeyDictionary()
-
-
 def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     """Return the BackwardSync of ``group``, the same one every time."""
-    with _lock:
-        sync = _by_group.get(group)
-        return sync if sync is not None else _by_group.setdefault(group, BackwardSync(group))
+    return context_of(group).get(BackwardSync, partial(BackwardSync, group))
 
 
 def all_engines() -> list[Engine]:
     """Return the engines of all groups of several ranks, those of a group by number."""
-    with _lock:
-        syncs = [sync for sync in _by_group.values() if not sync.is_alone]
+    syncs = [sync for sync in in_all_contexts(BackwardSync) if not sync.is_alone]
     return [engine for sync in syncs for engine in sync.engines(copies=True)]
 
 

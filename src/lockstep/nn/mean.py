@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.arguments import as_finite_number, check_module, check_not_divided, refusal
 from lockstep.comm import (
+    context_of,
     device_of_facts,
     mean_divisor,
     start_all_reduce,
@@ -39,8 +40,9 @@ _CAP_BYTES = 25 * MIB
 # A loss times less than this may be divided by the number of micro-batches; half a square isn't.
 _SUSPICIOUS_FACTOR = 0.4
 
-# By model, the group whose ranks were last found to have the same one.
-_compared: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+class _Compared(weakref.WeakSet[nn.Module]):
+    """The models that the ranks of a group were found to have alike, in its context."""
 
 
 @uncompiled
@@ -282,9 +284,10 @@ def average_gradients(
 
 def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) -> None:
     finish_failed(group)
-    if _compared.get(module) is not group:
+    compared = context_of(group).get(_Compared)
+    if module not in compared:
         check_same_model(module, group)
-        _compared[module] = group
+        compared.add(module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         return

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.comm import STORE_SECONDS, answered, uncompiled
+from lockstep.comm import STORE_SECONDS, answered, context_of, uncompiled
 from lockstep.deadline import Deadline
 from lockstep.torch_private import _get_default_store
 from lockstep.world.facts import Kept, checksums_of, first_difference, options_of
@@ -71,8 +70,13 @@ class _Watched:
 _lock = threading.Lock()
 _watched: Any = WeakIdKeyDictionary()
 _hooks: list[RemovableHandle] = []
-# How many optimizers a rank has watched, by its default group; ranks may be threads.
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _NumWatched:
+    """How many optimizers a rank has watched, in the context of its default group."""
+
+    count: int = 0
 
 
 def watch_optimizers(*, after_other_hooks: bool = False) -> None:
@@ -93,10 +97,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str,
     if watched is None:
         with _lock:
             group = dist.group.WORLD if dist.is_initialized() else None
-            number = 0 if group is None else _numbers.get(group, 0)
-            watched = _watched[optimizer] = _Watched(number)
-            if group is not None:
-                _numbers[group] = number + 1
+            earlier = _NumWatched() if group is None else context_of(group).get(_NumWatched)
+            watched = _watched[optimizer] = _Watched(earlier.count)
+            earlier.count += 1
     if watched.is_done:
         return
     watched.num_steps += 1
