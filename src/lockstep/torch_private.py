@@ -149,8 +149,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.distributed.autograd": {
         "_current_context": "whether a forward runs where gradients are kept from the parameters",
     },
+    "torch.distributed.optim.optimizer": {
+        "_LocalOptimizer": "steps with gradients of distributed backwards, where RPC calls it",
+    },
     "torch.distributed.rpc.api": {
-        "_init_rpc_states": "is replaced, to learn when there may be distributed backwards",
         "_is_current_rpc_agent_set": "whether there may be distributed backwards in this program",
     },
     "torch.autograd.profiler": {

@@ -20,19 +20,19 @@ def loss_there(x: torch.Tensor) -> torch.Tensor:
     return _models[0](x).sum()
 
 
-def refused_backwards(
-    world: lockstep.World, path: str, begins: str
-) -> tuple[list[float], dict[str, bool]]:
-    from torch.distributed import autograd, rpc
+def begin_rpc(world: lockstep.World, path: str) -> None:
+    from torch.distributed import rpc
 
     warnings.simplefilter("ignore")  # of torch's own
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    place = (f"rank{world.rank}", None, world.rank, world.world_size, options)
-    if begins == "before":
-        rpc.init_rpc(*place)
+    rpc.init_rpc(f"rank{world.rank}", None, world.rank, world.world_size, options)
+
+
+def refused_backwards(world: lockstep.World, path: str) -> tuple[list[float], dict[str, bool]]:
+    from torch.distributed import autograd, rpc
+
+    begin_rpc(world, path)
     model = lockstep.parallelize(nn.Sequential(nn.Linear(2, 1, bias=False)))
-    if begins == "after":
-        rpc.init_rpc(*place)
     _models[:] = [model]
     dist.barrier()  # the other rank may call it
     x = torch.full((1, 2), 1.0 + world.rank)
@@ -63,10 +63,46 @@ def refused_backwards(
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("begins", ["before", pytest.param("after", marks=pytest.mark.long)])
-def test_distributed_autograd_is_refused(begins: str, tmp_path: Path) -> None:
-    """RPC begins before the model is parallel, or after."""
-    results = lockstep.launch(refused_backwards, 2, args=(str(tmp_path / "store"), begins))
+def test_distributed_autograd_is_refused(tmp_path: Path) -> None:
+    results = lockstep.launch(refused_backwards, 2, args=(str(tmp_path / "store"),))
     for gradient, refused in results:
         assert gradient == [1.5, 1.5]
         assert all(refused.values()), refused
+
+
+def steps_with_kept_gradients(world: lockstep.World, path: str, by_hand: bool) -> list[str]:
+    from torch.distributed import autograd, rpc
+    from torch.distributed.optim import DistributedOptimizer
+
+    said = logging.handlers.MemoryHandler(100)
+    logging.getLogger("lockstep").addHandler(said)
+    model = lockstep.parallelize(nn.Sequential(nn.Linear(2, 1, bias=False)))
+    begin_rpc(world, path)
+    weight = model[0].weight
+    refused = []
+    for _ in range(2):
+        try:
+            with autograd.context() as context:
+                autograd.backward(context, [model(torch.full((1, 2), 1.0 + world.rank)).sum()])
+                if by_hand:
+                    weight.grad = autograd.get_gradients(context)[weight]
+                    torch.optim.NAdam([weight]).step()
+                else:
+                    DistributedOptimizer(torch.optim.NAdam, [rpc.RRef(weight)]).step(context)
+        except RuntimeError as error:
+            refused.append(str(error))
+        dist.barrier()
+    rpc.shutdown()
+    return [*refused, *(record.getMessage() for record in said.buffer)]
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_steps_with_gradients_of_distributed_autograd_are_told_of(
+    by_hand: bool, tmp_path: Path
+) -> None:
+    """RPC begins after the model is parallel, of which an optimizer is the first that tells."""
+    args = str(tmp_path / "store"), by_hand
+    for said in lockstep.launch(steps_with_kept_gradients, 2, args=args):
+        assert sum("keeps gradients to itself" in text for text in said) == 2 - by_hand, said
+        assert by_hand or "DistributedOptimizer steps its parameters, with NAdam" in said[0], said

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from traceback import walk_stack
 from typing import Any
 
@@ -57,7 +56,8 @@ def watch(engine: Engine) -> None:
         if kept not in keepers:
             keepers.append(kept)
             watch_optimizers(after_other_hooks=True)
-        _watch_for_rpc()
+        if may_be_distributed():  # not before: in each forward of each module it costs time
+            _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
     if accelerator() is not None:
         mark_stale(engine)  # the model may be moved to a GPU before its first forward
 
@@ -65,22 +65,6 @@ def watch(engine: Engine) -> None:
 def _hang(register: Any, hook: Any) -> None:
     if (register, hook) not in _handles:
         _handles[register, hook] = register(hook)
-
-
-def _watch_for_rpc() -> None:
-    rpc: Any = sys.modules.get("torch.distributed.rpc.api")
-    if rpc is not None and not isinstance(rpc._init_rpc_states, partial):
-        rpc._init_rpc_states = partial(_begin_rpc, rpc._init_rpc_states)
-    if may_be_distributed():  # not before, as the hook costs time in each forward of each module
-        _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
-
-
-def _begin_rpc(begin: Callable[[object], None], agent: object) -> None:
-    begin(agent)
-    with _lock:
-        _watch_for_rpc()
-    for engine in all_engines():
-        engine.refuse_distributed_autograd()
 
 
 def mark_stale(engine: Engine) -> None:
@@ -153,12 +137,37 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
     raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
 
 
+def _refuse_distributed_step(optimizer: Optimizer, engine: Engine) -> None:
+    """Refuse steps of ``DistributedOptimizer``, with gradients that ``engine`` hasn't reduced.
+
+    Where RPC began after the model was made parallel, this is the first that lockstep learns of it;
+    from then on, backwards are refused before a step. What DistributedOptimizer compiles, such as
+    its SGD and Adam, calls no hook of steps, and isn't seen here.
+    """
+    hook = hooks.register_module_forward_pre_hook, _refuse_distributed_autograd
+    with _lock:
+        is_new = hook not in _handles
+        _hang(*hook)
+    if is_new:
+        for each in all_engines():
+            each.refuse_distributed_autograd()
+    distributed: Any = sys.modules.get("torch.distributed.optim.optimizer")
+    codes = {frame.f_code for frame, _ in walk_stack(sys._getframe())}
+    if distributed is not None and distributed._LocalOptimizer.step.__code__ in codes:
+        raise ModelError(
+            f"{NOT_DISTRIBUTED % type(engine.module).__name__} Here DistributedOptimizer steps its "
+            f"parameters, with {type(optimizer).__name__}."
+        )
+
+
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # with a closure, the step runs the backward itself
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engines = engines_with(parameters)
+    if engines and may_be_distributed():
+        _refuse_distributed_step(optimizer, engines[0])
     new = [engine for engine in engines if optimizer not in engine.stepped.by]
     for engine in new:
         engine.stepped.by[optimizer] = engine.stepped.num_backwards
