@@ -1,8 +1,9 @@
-"""Text that others wrote, such as names in a file or of a host, made fit for a terminal."""
+"""Text for a terminal: what others wrote, such as names in a file, and names of signals."""
 
 from __future__ import annotations
 
 import re
+import signal
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -28,3 +29,11 @@ def printable_lines(text: str) -> str:
     """
     lines = _COLOURS.sub("", text).expandtabs().split("\n")
     return "\n".join(printable(line.rstrip("\r").rpartition("\r")[2]) for line in lines)
+
+
+def signal_name(number: int) -> str:
+    """``9`` -> ``"SIGKILL"``; a signal without a name is called by its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

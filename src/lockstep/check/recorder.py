@@ -39,6 +39,7 @@ from lockstep.comm import bytes_of
 from lockstep.generators import global_generators
 from lockstep.nn import are_parallel
 from lockstep.torch_private import tree_leaves
+from lockstep.world import parameters_of
 
 NO_SAVES = "lockstep.save() writes nothing during a check"
 _HASHES = 1 << 56
@@ -209,7 +210,7 @@ class Recorder:
 
     def _named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The tensors that ``optimizer`` changes."""
-        ids = {id(parameter) for parameter in _trained(optimizer)}
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
         tensors = self._models.tensors(optimizer)
         return {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
 
@@ -250,7 +251,7 @@ class Recorder:
             trains = any(group.get("train_mode") is True for group in optimizer.param_groups)
             if trains and callable(getattr(optimizer, "eval", None)):
                 own = {id(parameter) for parameter in module.parameters()}
-                if own & {id(parameter) for parameter in _trained(optimizer)}:
+                if own & {id(parameter) for parameter in parameters_of(optimizer)}:
                     self._end.not_evaluating = type(optimizer).__name__
 
     def _note_backward(
@@ -286,9 +287,9 @@ class Recorder:
             for name, tensor in self._named(optimizer).items()
             if name in last and not torch.equal(tensor.detach().cpu(), last[name])
         ]
-        self._trial.before_step(optimizer, _trained(optimizer))
+        self._trial.before_step(optimizer, parameters_of(optimizer))
         if self._plan.run == ROUNDED:
-            for parameter in _trained(optimizer):
+            for parameter in parameters_of(optimizer):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     eps = max(self._eps, _eps_of(parameter))
                     parameter.grad.copy_(rounded(parameter.grad, eps))
@@ -299,7 +300,7 @@ class Recorder:
             return
         self._end.num_steps += 1
         number = self._end.num_steps
-        named, trained = self._named(optimizer), _trained(optimizer)
+        named, trained = self._named(optimizer), parameters_of(optimizer)
         gradients = {name: t.grad for name, t in named.items() if t.grad is not None}
         self._last = _copies(self._models.tensors(optimizer))
         step = Step(
@@ -369,10 +370,6 @@ def _of_optimizer(name: str, number: int) -> str:
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     dense = {k: t.to_dense() if t.is_sparse else t for k, t in tensors.items()}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
-
-
-def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _eps_of(tensor: torch.Tensor) -> float:

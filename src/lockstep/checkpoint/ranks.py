@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep import errors
-from lockstep.comm import SingleRankGroup, all_gather_bytes, device_of_facts, differing_facts
+from lockstep.comm import ALONE, all_gather_bytes, device_of_facts, differing_facts
 from lockstep.nn import finish_failed, refuse_in_replica
 from lockstep.world import group_or_all
-
-_ALONE = SingleRankGroup()
 
 
 class Ranks:
@@ -28,7 +26,7 @@ class Ranks:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         refuse_in_replica("lockstep.save() or load")
         group = group_or_all(process_group)
-        self.group: Any = _ALONE if group is None else group
+        self.group: Any = ALONE if group is None else group
         self.rank, self.size = self.group.rank(), self.group.size()
         self._device = torch.device("cpu")
         if group is not None:

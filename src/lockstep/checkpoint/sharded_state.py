@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import check_type
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.things import parameters_of, unwrapped
+from lockstep.checkpoint.things import unwrapped
 from lockstep.errors import CheckpointMismatch
 from lockstep.optim import MASTER, PartialTensor, StatePart, sharding_of, state_to_come
 from lockstep.tree import Header, check_tensor, flat_elements, from_flat, header_of
+from lockstep.world import parameters_of
 
 
 class ShardedState:

@@ -16,6 +16,7 @@ from lockstep.errors import CheckpointMismatch
 from lockstep.nn import DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
 from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
+from lockstep.world import parameters_of
 
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.
@@ -287,11 +288,6 @@ def _read_optimizer(name: str, optimizer: Optimizer | None, manifest: Manifest) 
 
     found: dict[str, Any] = manifest.parse(state_of)
     return found
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters in the order in which a state dict numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def names_of(things: Mapping[str, Any]) -> dict[int, str]:

@@ -1,3 +1,4 @@
+from .any_group import ALONE as ALONE
 from .any_group import SingleRankGroup as SingleRankGroup
 from .any_group import Started as Started
 from .any_group import TensorBroadcast as TensorBroadcast

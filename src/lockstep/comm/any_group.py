@@ -464,6 +464,9 @@ class SingleRankGroup:
         return _Done([gathered.copy_(tensor)])
 
 
+ALONE = SingleRankGroup()  # has no state
+
+
 class _Done:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [*tensors]

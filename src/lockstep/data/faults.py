@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.deadline import Deadline
+from lockstep.printable import signal_name
 
 _MOST_NAMED = 8  # samples
 _OF_A_DATASET = " in DataLoader worker process "  # so torch begins what a worker has raised
@@ -102,18 +103,11 @@ def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
             yield f"Worker {index} ended with the exit code {code}: the dataset called exit(), say."
         elif code < 0:
             numbers.add(-code)
-            yield f"Worker {index} was ended by {_name_of(-code)}."
+            yield f"Worker {index} was ended by {signal_name(-code)}."
     if signal.SIGKILL in numbers:
         yield _who_kills(before)
     if signal.SIGBUS in numbers:
         yield _room_for_batches()
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _who_kills(before: _Kills | None) -> str:

@@ -26,7 +26,8 @@ from socket import socket
 import torch.distributed as dist
 
 from lockstep.deadline import Deadline
-from lockstep.launcher.failures import Outcome, signal_name
+from lockstep.launcher.failures import Outcome, first_failure
+from lockstep.printable import signal_name
 from lockstep.world import has_ended
 
 _TALK_SECONDS = 0.25
@@ -120,16 +121,15 @@ class Agreement:
 
     def _talk(self) -> None:
         """Show the others that this host lives, and hear of them."""
-        read_at = -math.inf
+        next_read = Deadline(0)
         try:
             while not self._is_over.wait(_TALK_SECONDS):
                 self.show_life(self._store, self._number, self._ended, self._clock)
                 self._tell_interruption()
                 self._hear_of_ends()
-                now = time.monotonic()
                 is_new, is_ending = self._num_rounds < 8, self._ended or self._is_noticed
-                if now - read_at >= _READ_SECONDS or is_new or is_ending:
-                    read_at = now  # it is as many answers as there are hosts
+                if not next_read.left() or is_new or is_ending:
+                    next_read = Deadline(_READ_SECONDS)  # it is as many answers as there are hosts
                     self._read_signs()
                 self._num_rounds += 1
         except (RuntimeError, ValueError, TypeError):  # the store has ended, and so has its host
@@ -221,7 +221,7 @@ class Agreement:
         self._is_over.set()
         if agreed:
             return agreed[0]
-        return _to_blame([*filter(_is_failure, [outcome]), self._heard or self._loss_of(0)])
+        return first_failure([*filter(_is_failure, [outcome]), self._heard or self._loss_of(0)])
 
     def _agree(self, outcome: Outcome) -> Outcome:
         self._tell_interruption()
@@ -235,7 +235,7 @@ class Agreement:
         self._store.set(f"done/{self._number}", "")
         if lost := self._wait_for_others():
             found += map(self._loss_of, lost)
-            self._tell(_to_blame(found))
+            self._tell(first_failure(found))
         self._tell_interruption()
         if (interruption := self._told_interruption()) is not None:
             found.append(interruption)
@@ -246,7 +246,7 @@ class Agreement:
             self._store.add("left", 1)
             if self._number == 0:
                 self._leave_last(len(self._hosts) - len(lost))
-        return _to_blame(found) if found else outcome
+        return first_failure(found) if found else outcome
 
     def _leave_last(self, num_hosts: int) -> None:
         """Wait until other hosts have left the store, which ends with this host."""
@@ -378,11 +378,6 @@ class _Silence:
 
 def _is_failure(outcome: Outcome) -> bool:
     return outcome.exit_status != 0
-
-
-def _to_blame(failures: Sequence[Outcome]) -> Outcome:
-    """The first of ``failures`` that isn't the consequence of another one."""
-    return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_seconds))
 
 
 def decoded(told: bytes) -> Outcome:

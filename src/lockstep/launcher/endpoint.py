@@ -198,8 +198,8 @@ class Company:
     """The other launchers on this host: nobody else can come to an endpoint on loopback."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self._meeting, self._looks_at = meeting, time.monotonic()
-        self._ends_at = self._looks_at + _TOGETHER_SECONDS
+        self._meeting, self._next_look = meeting, Deadline(0)
+        self._deadline = Deadline(_TOGETHER_SECONDS)
         self._is_there = False  # whether there is or was one
 
     def check(self, is_held: bool = False) -> None:
@@ -207,12 +207,11 @@ class Company:
 
         Otherwise two hosts would each wait for the other until the timeout.
         """
-        now = time.monotonic()
-        if self._is_there or now < self._looks_at or not self._is_on_loopback(is_held):
+        if self._is_there or self._next_look.left() or not self._is_on_loopback(is_held):
             return
-        self._looks_at = now + _LOOK_SECONDS
+        self._next_look = Deadline(_LOOK_SECONDS)
         self._is_there = _is_another_here(self._meeting.mark)
-        if now > self._ends_at and not self._is_there:
+        if not self._deadline.left() and not self._is_there:
             raise LaunchError(
                 f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
                 "host itself, and no other 'lockstep run' on it is to meet there. Give as "

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from enum import Enum
 from traceback import FrameSummary, TracebackException
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lockstep import errors
 from lockstep.errors import CollectiveTimeout, LaunchError, RankFailed
+from lockstep.printable import signal_name
 
 # Messages of process groups when a peer is gone or doesn't come. A rank whose traceback has one of
 # them is blamed only if no rank failed in another way.
@@ -166,8 +167,11 @@ def failure_outcome(
     )
 
 
-def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure to blame: the first that isn't the consequence of another one."""
+_Failed = TypeVar("_Failed", Failure, Outcome)
+
+
+def first_failure(failures: Sequence[_Failed]) -> _Failed:
+    """The failure to blame, of a rank or a host: the first that no other one has caused."""
     return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_seconds))
 
 
@@ -223,14 +227,6 @@ def _message(
     else:
         evidence = ["It left no traceback and wrote nothing to stderr."]
     return "\n".join([headline, *told[:_MOST_RANKS_SHOWN], *evidence])
-
-
-def signal_name(number: int) -> str:
-    """``9`` -> ``"SIGKILL"``; a signal without a name is called by its number."""
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def how(failure: Failure) -> str:

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import os
 import re
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 
+from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
 from lockstep.folders import open_own
 from lockstep.launcher.live import Live, terminal
@@ -122,7 +122,7 @@ class Console:
         # When an unfinished line of a rank that reads the terminal is to be shown, as a prompt.
         self._prompts: dict[tuple[int, int], int] = {}
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
-        self._ending_at: float | None = None  # when a signal came that ends the launcher
+        self._patience: Deadline | None = None  # since a signal that ends the launcher
         self.broken = False  # whether nobody can read the output any more
         out, to_out = Labeller(), StreamWriter(1, signals.wake)
         self._labellers, self._writers = {1: out, 2: out}, {1: to_out, 2: to_out}
@@ -219,8 +219,8 @@ class Console:
 
     def hasten(self) -> None:
         """A signal has come that ends the launcher: have no more patience with who doesn't read."""
-        if self._ending_at is None:
-            self._ending_at = time.monotonic()
+        if self._patience is None:
+            self._patience = Deadline(_PATIENCE_SECONDS)
 
     def check(self) -> float | None:
         """See whether the streams take what is written; return the seconds until the next time."""
@@ -244,17 +244,16 @@ class Console:
 
     def _patience_seconds(self) -> float | None:
         """How long the streams have to take something; None as long as they like."""
-        if self._ending_at is None or self.is_idle:
+        if self._patience is None or self.is_idle:
             return None
         stuck_seconds = max(writer.stuck_seconds for writer in self._writers.values())
-        stuck_seconds = min(stuck_seconds, time.monotonic() - self._ending_at)
-        return max(0.0, _PATIENCE_SECONDS - stuck_seconds)
+        return max(self._patience.left(), _PATIENCE_SECONDS - stuck_seconds)
 
     def wait(self) -> None:
         """Wait a moment for all to be written, if no signal comes."""
-        ends_at = time.monotonic() + _PATIENCE_SECONDS
+        deadline = Deadline(_PATIENCE_SECONDS)
         while not self.is_idle and not self._signals.is_pending():
-            if (seconds := ends_at - time.monotonic()) <= 0:
+            if not (seconds := deadline.left()):
                 return
             self._signals.wait(seconds)
             self.check()
@@ -270,7 +269,7 @@ class Console:
         while not self.is_idle:
             self._signals.wait(seconds_left)
             if self._signals.take_ending():
-                if self._ending_at is not None:
+                if self._patience is not None:
                     return
                 self.hasten()
             seconds_left = self.check()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
 from lockstep.status import stat_fields
 
@@ -165,8 +166,8 @@ def sweep(spare: set[int]) -> None:
     """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         asked: set[int] = set()
-        num_polls, deadline = 0, time.monotonic() + _SWEEP_SECONDS
-        while num_polls < _LEAST_SWEEP_POLLS or time.monotonic() < deadline:
+        num_polls, deadline = 0, Deadline(_SWEEP_SECONDS)
+        while num_polls < _LEAST_SWEEP_POLLS or deadline.left():
             if not (left := _descendants(spare)):
                 return
             num_polls += 1

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Ended, Failure, Outcome, failure_outcome, signal_name
+from lockstep.launcher.failures import Ended, Failure, Outcome, failure_outcome
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job, name_of_program
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.processes import AT_ONCE, TELL, Escalation, after_failure, after_signal
 from lockstep.launcher.rank_process import RankProcess, fork_ranks, kill_ranks, none_ended
 from lockstep.launcher.starting import StartOfMany
-from lockstep.printable import printable_lines
+from lockstep.printable import printable_lines, signal_name
 from lockstep.status import RunStatus
 
 if TYPE_CHECKING:  # it imports torch

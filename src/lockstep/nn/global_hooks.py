@@ -31,7 +31,7 @@ from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
 from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
-from lockstep.world import accelerator, keepers, watch_optimizers
+from lockstep.world import accelerator, keepers, parameters_of, watch_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _refuse_distributed_step(optimizer: Optimizer, engine: Engine) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(value) for value in [*args[1:], *kwargs.values()]):
         return  # with a closure, the step runs the backward itself
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     engines = engines_with(parameters)
     if engines and may_be_distributed():
         _refuse_distributed_step(optimizer, engines[0])

@@ -21,6 +21,7 @@ from lockstep.comm import device_of_facts, gather_in_step, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import engines_with, finish_failed
 from lockstep.nn.global_hooks import note_step, receive_gradients
+from lockstep.world import parameters_of
 
 _Found = dict[torch.device, torch.Tensor]
 _lock = threading.Lock()  # ranks may be threads
@@ -39,7 +40,7 @@ def watch_scalers() -> None:
 def _unscale_together(
     scaler: GradScaler, optimizer: Optimizer, *args: Any, **options: Any
 ) -> _Found:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     # Without synchronisation each rank takes steps of its own.
     engines = [engine for engine in engines_with(parameters) if engine.is_syncing]
     receive_gradients(optimizer, engines)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lockstep.grad import part_of_gradient
 from lockstep.nn.backward import engines_with
 from lockstep.nn.engine import Engine
-from lockstep.world import Kept, Sample, samples_of
+from lockstep.world import Kept, Sample, parameters_of, samples_of
 
 # How many parameters are looked at in one look, and how many of their elements. Each look has other
 # ones.
@@ -20,7 +20,7 @@ _STRIDE = 7919  # a prime
 
 def kept(optimizer: Optimizer) -> list[Kept]:
     """Return the engines that keep parameters of ``optimizer`` in step."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     own = {*map(id, parameters)}
     return [
         Kept(engine.process_group, engine.num_backwards, partial(_samples, engine, own))

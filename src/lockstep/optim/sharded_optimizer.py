@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lockstep.arguments import check_flag, check_type, divided_by_torch, refusal
-from lockstep.comm import SingleRankGroup
+from lockstep.comm import ALONE
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import are_parallel, groups_of
 from lockstep.optim.methods import names_used
@@ -19,10 +19,10 @@ from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
 from lockstep.optim.undivided import draw_alike, is_undivided, leave_undivided
 from lockstep.optim.verdict import Undivided, judge
+from lockstep.world import parameters_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-_ALONE = SingleRankGroup()
 # Packages with wrappers of optimizers that have no state of their own.
 _TRAINERS = {"accelerate", "ignite", "lightning", "lightning_fabric", "pytorch_lightning", "ray"}
 
@@ -167,7 +167,7 @@ def shard_optimizer(
                 f"{kind} has an optimizer in it, {type(inner).__name__} ({name!r}), which takes "
                 f"the steps. Shard that one alone: shard_optimizer(optimizer.{name})."
             )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Any] = parameters_of(optimizer)
     if not any(are_parallel(parameters)):
         if divided := next(filter(None, map(divided_by_torch, parameters)), ""):
             raise AlreadyParallel(
@@ -200,7 +200,7 @@ def shard_optimizer(
 
 
 def _alone(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | None]:
-    return [cast(Any, _ALONE) if is_parallel else None for is_parallel in are_parallel(parameters)]
+    return [cast(Any, ALONE) if is_parallel else None for is_parallel in are_parallel(parameters)]
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -17,7 +17,7 @@ from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
 from lockstep.optim.undivided import draw_alike
 from lockstep.optim.verdict import judge
-from lockstep.world import group_or_all
+from lockstep.world import group_or_all, parameters_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of its own torch.jit
@@ -71,7 +71,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
             )
         # Not torch's constructor, which makes an optimizer for a part of the parameters.
         self.optim = optimizer_class(params, **defaults)
-        each = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        each = parameters_of(self.optim)
         if divided := next(filter(None, map(divided_by_torch, each)), ""):
             raise ValueError(
                 f"A parameter is {divided}, of which each rank updates its own part already. Use "

@@ -16,6 +16,7 @@ from .environment import quiet_environment as quiet_environment
 from .environment import rank_environment as rank_environment
 from .facts import Kept as Kept
 from .facts import Sample as Sample
+from .facts import parameters_of as parameters_of
 from .facts import samples_of as samples_of
 from .network import addresses as addresses
 from .network import connection_from as connection_from

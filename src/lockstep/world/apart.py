@@ -30,7 +30,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm import STORE_SECONDS, answered, context_of, uncompiled
 from lockstep.deadline import Deadline
 from lockstep.torch_private import _get_default_store
-from lockstep.world.facts import Kept, checksums_of, first_difference, options_of
+from lockstep.world.facts import (
+    Kept,
+    checksums_of,
+    first_difference,
+    options_of,
+    parameters_of,
+)
 from lockstep.world.rendezvous import is_room_in_stores
 from lockstep.world.told import look_for_strangers, tell
 
@@ -128,7 +134,7 @@ def _look(
         return False  # where nothing may be read
     if not is_room_in_stores():
         return True  # facts are added to the store's file for as long as a run takes
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     kept = [one for keeper in keepers for one in keeper(optimizer)]
     group = kept[0].group if kept else dist.group.WORLD
     if group is None:  # models may be parallel over groups of the program's own

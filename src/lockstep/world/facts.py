@@ -33,6 +33,11 @@ _slot: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class Sample(NamedTuple):
     """Some elements of a parameter before a step.
 
