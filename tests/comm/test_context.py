@@ -7,7 +7,7 @@ import weakref
 
 import torch.distributed as dist
 
-from lockstep.comm import context_of, in_all_contexts
+from lockstep.comm import context_of, in_all_groups
 
 
 class Kept:
@@ -21,7 +21,7 @@ def test_a_group_has_one_context_with_one_object_of_each_class() -> None:
     assert context_of(first).get(Kept) is context_of(first).find(Kept) is kept
     made = Kept()
     assert context_of(other).get(Kept, lambda: made) is made
-    assert in_all_contexts(Kept) == [kept, made]
+    assert in_all_groups(Kept) == [kept, made]
 
 
 def test_a_context_ends_with_its_group() -> None:
@@ -31,4 +31,4 @@ def test_a_context_ends_with_its_group() -> None:
     del group
     gc.collect()
     assert kept() is None
-    assert in_all_contexts(Kept) == []
+    assert in_all_groups(Kept) == []

@@ -108,7 +108,7 @@ def test_a_mismatch_in_one_model_leaves_no_barrier_of_another_one_to_come(backen
 
 
 def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monkeypatch) -> None:
-    def share(group, tensor, original=shared_buffers.share):
+    def exchange_buffers(group, tensor, original=shared_buffers.exchange_buffers):
         if group.rank() == 0 and fails.is_set():
             fails.clear()
             raise ValueError("on this rank alone")
@@ -128,5 +128,5 @@ def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monk
             optimizer.zero_grad()
 
     fails = threading.Event()
-    monkeypatch.setattr(shared_buffers, "share", share)
+    monkeypatch.setattr(shared_buffers, "exchange_buffers", exchange_buffers)
     run_ranks(2, body)

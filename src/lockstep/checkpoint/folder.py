@@ -44,12 +44,12 @@ MAX_REMOVED = 20
 _MAX_OPEN = 128
 # What the manifest tells of a checkpoint as a whole.
 _KINDS = {"module", "optimizer", "tensor", "generator", "state", "value"}
-_FACTS = {"lockstep": str, "torch": str, "saved": str, "ranks": int}
+_FIELDS = {"lockstep": str, "torch": str, "saved": str, "ranks": int}
 _FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]{1,9}) ([0-9a-f]{64})\n")
 NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """Elements of a tensor that are in a file, and the padding behind them."""
 
     start: int  # the first one, of the tensor's
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     """A tensor of a checkpoint."""
 
     header: Header
-    pieces: tuple[Piece, ...]  # in the order of their elements, of which they have all
+    pieces: tuple[StoredPiece, ...]  # in the order of their elements, of which they have all
 
 
 def numbers_in(path: Path) -> list[int]:
@@ -153,7 +153,7 @@ class Manifest:
         for name, thing in facts["things"].items():
             if thing["kind"] not in _KINDS or "tree" not in thing:
                 raise ValueError(f"{name!r} has no kind and value")
-        for name, kind in _FACTS.items():
+        for name, kind in _FIELDS.items():
             if not isinstance(facts[name], kind):
                 raise TypeError(f"{name!r} is {facts[name]!r}")
         if not isinstance(facts["random"], list) or len(facts["random"]) != len(sizes) or not sizes:
@@ -238,7 +238,7 @@ class Manifest:
             self._read_piece(key, piece, memory[: (piece.stop - piece.start) * size])
         return int(header.numel * size)
 
-    def _read_piece(self, key: str, piece: Piece, memory: memoryview) -> None:
+    def _read_piece(self, key: str, piece: StoredPiece, memory: memoryview) -> None:
         padding = bytearray(padded(len(memory)) - len(memory))
         is_whole = self._fill([memory, padding], piece.file, piece.offset)
         if not is_whole or zlib.crc32(padding, zlib.crc32(memory)) != piece.checksum:
@@ -303,7 +303,7 @@ def _entry(key: str, header: Any, pieces: Sequence[Any], sizes: Sequence[int]) -
     """Return the entry of a tensor, whose pieces have all of it and are in the files."""
     dtype, shape, order = header
     header = Header(dtype, tuple(map(int, shape)), tuple(map(int, order)))
-    entry = Entry(header, tuple(Piece(*map(int, piece)) for piece in pieces))
+    entry = Entry(header, tuple(StoredPiece(*map(int, piece)) for piece in pieces))
     from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
     at = 0
     for start, stop, file, offset, _ in entry.pieces:

@@ -104,8 +104,8 @@ def load(
         if not (left and any(ranks.gather(None, was_removed))):
             break
     ranks.gather(failure)
-    own = {name: actions.pop(name) for name, kind in kinds.items() if kind == "state"}
-    _load_or_restore(ranks, {name: things[name] for name in own}, own)
+    restored = {name: actions.pop(name) for name, kind in kinds.items() if kind == "state"}
+    _load_or_restore(ranks, {name: things[name] for name in restored}, restored)
     values = {}
     try:
         for name, action in actions.items():

@@ -26,7 +26,7 @@ from lockstep.checkpoint.folder import (
     MAX_PIECE_BYTES,
     NUMBER,
     VERSION,
-    Piece,
+    StoredPiece,
     file_of,
     padded,
 )
@@ -259,7 +259,7 @@ def in_pieces(ranges: Iterable[Range]) -> Iterable[Range]:
 
 def write_bytes(
     place: Place, rank: int, ranges: Sequence[Range], *, in_thread: bool
-) -> tuple[int, dict[str, list[Piece]]]:
+) -> tuple[int, dict[str, list[StoredPiece]]]:
     """Write pieces to the rank's file; return its size, and by tensor where they are.
 
     With ``in_thread`` a thread computes checksums beside the writing.
@@ -288,9 +288,9 @@ def write_bytes(
             thread.join()
     if thread is None:
         compute()
-    offset, pieces = 0, dict[str, list[Piece]]()
+    offset, pieces = 0, dict[str, list[StoredPiece]]()
     for (key, start, part), memory, checksum in zip(ranges, memories, checksums, strict=True):
-        piece = Piece(start, start + part.numel(), rank, offset, checksum)
+        piece = StoredPiece(start, start + part.numel(), rank, offset, checksum)
         pieces.setdefault(key, []).append(piece)
         offset += padded(len(memory))
     return offset, pieces
@@ -306,9 +306,9 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             assert entry[0] == header, key
             entry[1] += pieces
         for name, states in part["divided"].items():
-            own = divided.setdefault(name, {})
+            entries = divided.setdefault(name, {})
             for index, pairs in states.items():
-                there = own.setdefault(index, [])
+                there = entries.setdefault(index, [])
                 there += [pair for pair in pairs if pair not in there]
     for key, (header, pieces) in tensors.items():
         pieces.sort()

@@ -108,14 +108,14 @@ def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path
     background.finish_on(ranks)
     kinds = {name: kind_of(things[name]) for name in sorted(things)}
     ranks.check_same(options | {"things": kinds}, "save")
-    shared, own, number = Collector(), Collector(), 0
+    shared, local, number = Collector(), Collector(), 0
     place, failure, divided, trees = None, None, {}, {}
     random_state = None
     try:
         for name in kinds:
-            trees[name] = encode(name, things[name], shared, own)
+            trees[name] = encode(name, things[name], shared, local)
             divided[name] = trees[name].pop("divided")
-        random_state = own.encode(_random_states(), f"random.{ranks.rank}")
+        random_state = local.encode(_random_states(), f"random.{ranks.rank}")
         if ranks.rank == 0:
             place = Place(folder, None)
             number = place.number
@@ -125,8 +125,8 @@ def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path
         number = ranks.gather(failure, number)[0]
         place = place or Place(folder, number)
         ranks.check_same({"things": trees, "tensors": shared.headers}, "save")
-        ranges = [*_share(shared.whole, ranks.rank, ranks.size), *own.ranges]
-        ranges += [Range(key, 0, flat) for key, flat in own.whole.items()]
+        ranges = [*_local_ranges(shared.whole, ranks.rank, ranks.size), *local.ranges]
+        ranges += [Range(key, 0, flat) for key, flat in local.whole.items()]
         facts = {
             "lockstep": metadata.version("torch-lockstep"),
             "torch": str(torch.__version__),
@@ -137,7 +137,7 @@ def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path
         part = {
             "random": random_state,
             "divided": divided,
-            "headers": {**shared.headers, **own.headers},
+            "headers": {**shared.headers, **local.headers},
         }
         writing = Writing(
             place, ranks.rank, ranks.size, options["keep"], facts, part, [*in_pieces(ranges)]
@@ -207,7 +207,7 @@ class Writing:
             self.place.close()
 
 
-def _share(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
+def _local_ranges(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
     """Yield this rank's ranges of replicated tensors: an equal share of their bytes."""
     large = {key: flat for key, flat in tensors.items() if flat.nbytes >= _SMALL_BYTES}
     if rank == 0:

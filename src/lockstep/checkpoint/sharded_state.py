@@ -21,7 +21,7 @@ from lockstep.arguments import check_type
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.things import unwrapped
 from lockstep.errors import CheckpointMismatch
-from lockstep.optim import MASTER, PartialTensor, StatePart, sharding_of, state_to_come
+from lockstep.optim import MASTER, LocalState, PartialTensor, sharding_of, state_to_come
 from lockstep.tree import Header, check_tensor, flat_elements, from_flat, header_of
 from lockstep.world import parameters_of
 
@@ -68,11 +68,11 @@ class ShardedState:
         """
         parameters, sharding = parameters_of(self._optimizer), sharding_of(self._optimizer)
         if sharding is None:
-            state, parts = self._optimizer.state_dict(), list[StatePart]()
-            to_come = list[StatePart]()
+            state, parts = self._optimizer.state_dict(), list[LocalState]()
+            to_come = list[LocalState]()
         else:
-            state, parts = sharding.own_state_dict(on_all_hosts=True)
-            to_come = sharding.parts_to_come()
+            state, parts = sharding.local_state_dict(on_all_hosts=True)
+            to_come = sharding.states_to_come()
         index_of = {parameter: index for index, parameter in enumerate(parameters)}
         found: dict[str, dict[str, Any]] = {}
         for index, own in state["state"].items():
@@ -87,7 +87,7 @@ class ShardedState:
                 if name in own:
                     own[name].ranges.append((each.start, elements))
                 else:
-                    own[name] = _part(each.parameter, each.start, elements, is_to_come)
+                    own[name] = _local_tensor(each.parameter, each.start, elements, is_to_come)
         divided = set() if sharding is None else sharding.owned().keys()
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
@@ -120,12 +120,16 @@ class ShardedState:
             {"state": state, "param_groups": state_dict["param_groups"]}
         )
 
-    def _loaded_of(self, index: str, own: dict[str, Any]) -> dict[str, Any]:
+    def _loaded_of(self, index: str, entries: dict[str, Any]) -> dict[str, Any]:
         """Return those entries of a parameter that have been loaded, or were there and stay."""
-        is_loaded = any(isinstance(value, _Part) and value.is_filled for value in own.values())
-        there = {name: value for name, value in own.items() if not _is_missing(value, is_loaded)}
+        is_loaded = any(
+            isinstance(value, _LocalTensor) and value.is_filled for value in entries.values()
+        )
+        there = {
+            name: value for name, value in entries.items() if not _is_missing(value, is_loaded)
+        }
         # Where no master values were saved, those of the parameters are.
-        lacking = own.keys() - there.keys() - {MASTER}
+        lacking = entries.keys() - there.keys() - {MASTER}
         if there and lacking:
             raise CheckpointMismatch(
                 f"The checkpoint has {', '.join(sorted(there))} of parameter {index} of this "
@@ -135,7 +139,7 @@ class ShardedState:
         return there
 
 
-class _Part(PartialTensor):
+class _LocalTensor(PartialTensor):
     """A tensor of which torch.distributed.checkpoint saves and loads the elements of this rank.
 
     What it saves are boxes of consecutive elements. Loading goes to memory of its own, so that the
@@ -152,11 +156,11 @@ class _Part(PartialTensor):
         shape = [self.shape[dim] for dim in self.order]
         inverse = [self.order.index(dim) for dim in range(self.dim())]
         self.boxes = {}
-        for first, own in self.ranges:
+        for first, elements in self.ranges:
             at = 0
-            for offsets, sizes in boxes_of(shape, first, first + len(own)):
+            for offsets, sizes in boxes_of(shape, first, first + len(elements)):
                 numel = math.prod(sizes)
-                box = own[at : at + numel].view(sizes).permute(inverse)
+                box = elements[at : at + numel].view(sizes).permute(inverse)
                 self.boxes[torch.Size([offsets[dim] for dim in inverse])] = box
                 at += numel
 
@@ -181,7 +185,7 @@ class _Part(PartialTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Describe what this rank loads."""
         if not self.is_to_come:
-            self.ranges = [(start, torch.empty_like(own)) for start, own in self.ranges]
+            self.ranges = [(start, torch.empty_like(elements)) for start, elements in self.ranges]
         self.is_filled = True
         self.make_boxes()
         return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
@@ -213,8 +217,10 @@ def boxes_of(
                 yield from boxes_of(shape, begin, end)
 
 
-def _part(like: torch.Tensor, start: int, elements: torch.Tensor, is_to_come: bool) -> _Part:
-    part = _Part(like, [(start, elements)])
+def _local_tensor(
+    like: torch.Tensor, start: int, elements: torch.Tensor, is_to_come: bool
+) -> _LocalTensor:
+    part = _LocalTensor(like, [(start, elements)])
     part.is_to_come, part.order = is_to_come, header_of(like).order
     return part
 
@@ -223,20 +229,23 @@ def _entry(value: Any, is_to_come: bool = False) -> Any:
     if is_to_come and not isinstance(value, torch.Tensor):
         value = torch.empty(())  # in whose place a number or the like will be put
     if isinstance(value, torch.Tensor):
-        return _part(value, 0, flat_elements(value), is_to_come)
+        return _local_tensor(value, 0, flat_elements(value), is_to_come)
     return value
 
 
 def _is_missing(value: object, is_loaded: bool) -> bool:
     """Whether there is no value, or one from before a load of the parameter's other state."""
-    if not isinstance(value, _Part) or value.is_filled:
+    if not isinstance(value, _LocalTensor) or value.is_filled:
         return False
     return value.is_to_come or is_loaded
 
 
 def _loaded(value: Any) -> Any:
     """Return a whole tensor if this rank has all of its elements."""
-    if isinstance(value, _Part) and sum(len(own) for _, own in value.ranges) == value.numel():
+    if (
+        isinstance(value, _LocalTensor)
+        and sum(len(elements) for _, elements in value.ranges) == value.numel()
+    ):
         header = Header(str(value.dtype), tuple(value.shape), value.order)
         return from_flat(value.elements(0, value.numel()), header)
     return value

@@ -42,7 +42,7 @@ def kind_of(thing: object) -> str:
     return "value"
 
 
-def encode(name: str, thing: Any, shared: Collector, own: Collector) -> dict[str, Any]:
+def encode(name: str, thing: Any, shared: Collector, local: Collector) -> dict[str, Any]:
     """Return a thing as JSON keeps it, and what is divided of it by itself.
 
     Every rank calls it, for the same thing; it may block.
@@ -59,7 +59,7 @@ def encode(name: str, thing: Any, shared: Collector, own: Collector) -> dict[str
         names = _plain_names(thing)
         value = {names[key]: each for key, each in thing.state_dict().items()}
     elif kind == "optimizer":
-        value, divided = _encode_optimizer(name, thing, own)
+        value, divided = _encode_optimizer(name, thing, local)
     elif kind == "generator":
         value = thing.get_state()
     elif kind == "state":
@@ -68,11 +68,11 @@ def encode(name: str, thing: Any, shared: Collector, own: Collector) -> dict[str
 
 
 def _encode_optimizer(
-    name: str, optimizer: Optimizer, own: Collector
+    name: str, optimizer: Optimizer, local: Collector
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dict without what is divided among the ranks, and that of this rank."""
     parameters, sharding = parameters_of(optimizer), sharding_of(optimizer)
-    state, parts = sharding.own_state_dict() if sharding else (optimizer.state_dict(), [])
+    state, parts = sharding.local_state_dict() if sharding else (optimizer.state_dict(), [])
     divided: dict[str, list[Any]] = {}
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
     for parameter, start, by_element, once in parts:
@@ -80,12 +80,12 @@ def _encode_optimizer(
         path = f"{name}.state.{index}"
         pairs = divided.setdefault(str(index), [])  # as names may be numbers
         for key, elements in by_element.items():
-            own.add_range(f"{path}.{key}", parameter, start, elements)
-            pairs.append([own.encode(key, path), {"tensor": f"{path}.{key}"}])
+            local.add_range(f"{path}.{key}", parameter, start, elements)
+            pairs.append([local.encode(key, path), {"tensor": f"{path}.{key}"}])
         if start == 0:  # this rank has the first element
             # Copies: several parameters of this rank have one step count.
             pairs += [
-                [own.encode(key, path), own.encode(deepcopy(v), f"{path}.{key}")]
+                [local.encode(key, path), local.encode(deepcopy(v), f"{path}.{key}")]
                 for key, v in once.items()
             ]
     return {"shapes": [[*parameter.shape] for parameter in parameters], **state}, divided
@@ -173,18 +173,19 @@ def _copy(target: torch.Tensor, value: Any) -> None:
         target.copy_(value)
 
 
-def _check_same(name: str, own: torch.Tensor, manifest: Manifest, tree: Any) -> None:
-    """Raise CheckpointMismatch unless ``own`` has the shape and dtype that were saved."""
+def _check_same(name: str, tensor: torch.Tensor, manifest: Manifest, tree: Any) -> None:
+    """Raise CheckpointMismatch unless ``tensor`` has the shape and dtype that were saved."""
     saved = manifest.parse(lambda: manifest.entries[tree["tensor"]].header)
-    if not nn.parameter.is_lazy(own) and saved.shape != tuple(own.shape):
+    if not nn.parameter.is_lazy(tensor) and saved.shape != tuple(tensor.shape):
         raise CheckpointMismatch(
             f"{name!r} has shape {list(saved.shape)} in the checkpoint {manifest.folder}, and "
-            f"{list(own.shape)} here. Nothing was loaded: build the model that was saved."
+            f"{list(tensor.shape)} here. Nothing was loaded: build the model that was saved."
         )
-    if saved.torch_dtype is not own.dtype:
+    if saved.torch_dtype is not tensor.dtype:
         raise CheckpointMismatch(
-            f"{name!r} is torch.{saved.dtype} in the checkpoint {manifest.folder}, and {own.dtype} "
-            "here. Nothing was loaded: load into a model of that dtype, and convert it afterwards."
+            f"{name!r} is torch.{saved.dtype} in the checkpoint {manifest.folder}, and "
+            f"{tensor.dtype} here. Nothing was loaded: load into a model of that dtype, and "
+            "convert it afterwards."
         )
 
 
@@ -192,11 +193,11 @@ def _check_module(
     name: str, module: nn.Module, manifest: Manifest, tree: Any, *, strict: bool
 ) -> None:
     names, state = _plain_names(module), module.state_dict()
-    own = {names[key]: value for key, value in state.items()}
+    tensors = {names[key]: value for key, value in state.items()}
     saved = manifest.parse(lambda: dict(tree["dict"]))
     for what, only in (
-        ("is in the checkpoint and not in the model", saved.keys() - own.keys()),
-        ("is in the model and not in the checkpoint", own.keys() - saved.keys()),
+        ("is in the checkpoint and not in the model", saved.keys() - tensors.keys()),
+        ("is in the model and not in the checkpoint", tensors.keys() - saved.keys()),
     ):
         if only and strict:
             more = f" ({len(only)} in all)" if len(only) > 1 else ""
@@ -205,9 +206,9 @@ def _check_module(
                 "loaded: build "
                 "the model that was saved, or pass strict=False."
             )
-    for key in saved.keys() & own.keys():
-        if isinstance(own[key], torch.Tensor):
-            _check_same(f"{name}.{key}", own[key], manifest, saved[key])
+    for key in saved.keys() & tensors.keys():
+        if isinstance(tensors[key], torch.Tensor):
+            _check_same(f"{name}.{key}", tensors[key], manifest, saved[key])
 
 
 def _check_optimizer(
@@ -228,12 +229,12 @@ def _check_optimizer(
             f"{name!r} was saved with {others} parameters in its groups, and has {sizes}. "
             "Nothing was loaded: make the optimizer that was saved."
         )
-    for index, (own, shape) in enumerate(zip(parameters_of(optimizer), shapes, strict=True)):
-        if [*own.shape] != shape:
-            called = names.get(id(own), f"parameter {index}")
+    for index, (parameter, shape) in enumerate(zip(parameters_of(optimizer), shapes, strict=True)):
+        if [*parameter.shape] != shape:
+            called = names.get(id(parameter), f"parameter {index}")
             raise CheckpointMismatch(
                 f"{name!r}: {called} has shape {shape} in the checkpoint {manifest.folder}, and "
-                f"{[*own.shape]} here. Nothing was loaded: build the model that was saved."
+                f"{[*parameter.shape]} here. Nothing was loaded: build the model that was saved."
             )
 
 
@@ -251,8 +252,8 @@ def _foreign_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:
 
     Only both together show another class: a newer torch adds options, schedulers add some too.
     """
-    for own, theirs in zip(optimizer.param_groups, saved, strict=False):
-        unknown = theirs.keys() - own.keys() - _OF_SCHEDULERS
+    for group, theirs in zip(optimizer.param_groups, saved, strict=False):
+        unknown = theirs.keys() - group.keys() - _OF_SCHEDULERS
         if unknown and optimizer.defaults.keys() - theirs.keys():
             return ", ".join(sorted(unknown))
     return ""

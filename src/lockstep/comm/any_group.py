@@ -134,12 +134,12 @@ def start_reduce_scatter(group: ProcessGroup, memory: Tensor) -> Started:
     options = dist.ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(ReduceOp.SUM)
     memory = torch.view_as_real(memory) if memory.is_complex() else memory
-    own = memory.view(group.size(), -1)[group.rank()]
-    start = partial(group._reduce_scatter_base, own, memory.view(-1), options)
+    local_part = memory.view(group.size(), -1)[group.rank()]
+    start = partial(group._reduce_scatter_base, local_part, memory.view(-1), options)
     return Started(group, "reduce_scatter", start, memory.nbytes)
 
 
-def can_share(group: ProcessGroup, device: torch.device) -> bool:
+def can_exchange_buffers(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks of ``group`` reach each other's memory, of tensors on ``device``."""
     return isinstance(getattr(group, "transport", None), Transport) and device.type == "cpu"
 
@@ -149,13 +149,13 @@ def can_overlap(group: ProcessGroup) -> bool:
     return group.size() > 1 and not isinstance(group, SharedMemoryGroup)
 
 
-def share(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
-    """Return each rank's flat ``tensor``, by rank, once all have come: if it :func:`can_share`.
+def exchange_buffers(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+    """Return each rank's flat ``tensor``, by rank, once all have come.
 
-    Every rank must call it, with a tensor of :func:`zero_buffer`; it blocks. The list is empty if
-    any rank's isn't in shared memory.
+    Every rank must call it, with a tensor of :func:`zero_buffer`, where ``group`` is one that
+    :func:`can_exchange_buffers`; it blocks. The list is empty if any rank's isn't in shared memory.
     """
-    return _wait(group, "share", tensor.nbytes, lambda: group.share(tensor))  # type: ignore[attr-defined]
+    return _wait(group, "share", tensor.nbytes, lambda: group.exchange_buffers(tensor))  # type: ignore[attr-defined]
 
 
 def device_of_facts(group: ProcessGroup) -> torch.device:
@@ -262,10 +262,10 @@ def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Started:
     Every rank must call it; it returns at once.
     """
     memory = torch.view_as_real(memory) if memory.is_complex() else memory
-    own = memory.view(group.size(), -1)[group.rank()]
+    local_part = memory.view(group.size(), -1)[group.rank()]
     # Of a list of outputs, NCCL would make one tensor first, as large as all of them.
-    start = partial(group._allgather_base, memory.view(-1), own, AllgatherOptions())
-    return Started(group, "all_gather", start, own.nbytes)
+    start = partial(group._allgather_base, memory.view(-1), local_part, AllgatherOptions())
+    return Started(group, "all_gather", start, local_part.nbytes)
 
 
 def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
@@ -293,10 +293,10 @@ def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, i
     """
     num_bytes = 0
 
-    def gathered(own: Tensor) -> list[Tensor]:
+    def gathered(rows: Tensor) -> list[Tensor]:
         nonlocal num_bytes
-        num_bytes += own.nbytes
-        return all_gather(group, own)
+        num_bytes += rows.nbytes
+        return all_gather(group, rows)
 
     with span("rows"):
         return sum_sparse(gathered, mine.coalesce() * scale), num_bytes
@@ -332,8 +332,8 @@ def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> tuple[Proc
     """
     if device.type != "cpu" or not isinstance(group, SharedMemoryGroup):
         return group, True
-    own = group.of_this_host()
-    return own, own is group or group.transport.host == 0  # type: ignore[attr-defined]
+    host_group = group.of_this_host()
+    return host_group, host_group is group or group.transport.host == 0  # type: ignore[attr-defined]
 
 
 def meet(group: ProcessGroup, operation: str) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import STORE_SECONDS, answered
-from lockstep.comm.transport import Ranks, Signature
+from lockstep.comm.transport import Membership, Signature
 from lockstep.comm.work import WorkQueue
 from lockstep.deadline import Deadline
 from lockstep.errors import BackendUnavailable
@@ -32,7 +32,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        transport: Ranks,
+        transport: Membership,
         backend: str,
         timeout: timedelta,
         store: dist.Store | None = None,
@@ -107,12 +107,12 @@ class BaseGroup(dist.ProcessGroup):
         """
         if device_type in self._others:
             return self._others[device_type]
-        name, own, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
+        name, cpu, timeout = self._backends().get(device_type), self._backend, self._queue.timeout
         if name is None or self._store is None:
             raise BackendUnavailable(
-                f"The backend {own!r} is for tensors on the CPU, and this one is on "
+                f"The backend {cpu!r} is for tensors on the CPU, and this one is on "
                 f"{device_type!r}. Create the group with a backend for both, such as "
-                f"'cpu:{own},{device_type}:nccl'."
+                f"'cpu:{cpu},{device_type}:nccl'."
             )
         ranks = dist.PrefixStore(f"{device_type}/", self._store), self._rank, self._size
         backend: Any
@@ -125,7 +125,7 @@ class BaseGroup(dist.ProcessGroup):
             backend = answered(connect, timeout.total_seconds() + STORE_SECONDS)
         else:
             raise BackendUnavailable(
-                f"The backend {name!r} can't be used beside {own!r}: torch doesn't have it here, "
+                f"The backend {name!r} can't be used beside {cpu!r}: torch doesn't have it here, "
                 "or it isn't 'nccl' or 'gloo'."
             )
         backend._set_sequence_number_for_group()
@@ -190,6 +190,6 @@ os.register_at_fork(after_in_child=_renew_in_child)
 
 
 @uncompiled
-def _release(queue: WorkQueue, transport: Ranks) -> None:
+def _release(queue: WorkQueue, transport: Membership) -> None:
     queue.let_go()
     transport.leave()

@@ -171,9 +171,9 @@ class Collectives:
             tensor.mul_(reduction.factor)
         transport, numel, dtype = self._transport, tensor.numel(), tensor.dtype
         if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-            own, slot = transport.stage(dtype, numel)
+            local_address, slot = transport.stage(dtype, numel)
             slot.copy_(tensor)
-            addresses = transport.exchange(self._signature, own, self._deadline)
+            addresses = transport.exchange(self._signature, local_address, self._deadline)
             sources = [transport.at(r, each, dtype, numel) for r, each in enumerate(addresses)]
             reduction.into(tensor, sources)
             return
@@ -188,14 +188,14 @@ class Collectives:
             if start:
                 address = None if address is None else transport.find(part)
                 addresses = self._announce([part], address)
-            self._reduce_piece(part, addresses, reduction, None)
+            self._reduce_slice(part, addresses, reduction, None)
 
-    def _reduce_piece(
+    def _reduce_slice(
         self, part: Tensor, addresses: Sequence[Address], reduction: Reduction, root: int | None
     ) -> None:
         """Combine a piece; all ranks get the result, or, where all have staged, ``root`` alone."""
         transport = self._transport
-        everyone, share = self._everyone(addresses, part), self._share(part.numel())
+        everyone, share = self._everyone(addresses, part), self._local_slice(part.numel())
         mine = [whole[share] for whole in everyone]
         all_staged = all(map(transport.is_staged, addresses))
         # If all ranks have staged, the result stays in the first one's slot, and each rank copies
@@ -209,7 +209,7 @@ class Collectives:
         elif transport.is_staged(addresses[transport.rank]):
             part.copy_(everyone[transport.rank])
 
-    def share(self, tensor: Tensor) -> list[Tensor]:
+    def exchange_buffers(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, each in memory of its own rank.
 
         It is empty if any rank's tensor is where the others don't reach it.
@@ -225,7 +225,7 @@ class Collectives:
         source = tensor if reduction.factor is None else tensor.clone().mul_(reduction.factor)
         for piece in self._pieces(tensor):
             addresses = self._announce([source[piece]])
-            self._reduce_piece(tensor[piece], addresses, reduction, root)
+            self._reduce_slice(tensor[piece], addresses, reduction, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the tensor of rank ``root`` to every rank."""
@@ -307,9 +307,9 @@ class Collectives:
     def _check_lengths(self, inputs: Tensors, outputs: Tensors) -> list[list[int]]:
         """Return, by rank, the lengths of its inputs; raise unless the outputs have the same."""
         size = len(outputs)
-        own = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
-        tables = own.new_empty(size, 2 * size)
-        self.all_gather(list(tables), own)
+        local_lengths = torch.tensor([*map(len, inputs), *map(len, outputs)], device="cpu")
+        tables = local_lengths.new_empty(size, 2 * size)
+        self.all_gather(list(tables), local_lengths)
         rows = tables.tolist()
         for rank, row in enumerate(rows):
             expected, sent = row[size:], [other[rank] for other in rows]
@@ -338,20 +338,20 @@ class Collectives:
                 torch.cat(list(parts), out=slot)
         return self._exchange(address)
 
-    def _everyone(self, addresses: Sequence[Address], own: Tensor) -> list[Tensor]:
-        """Return every rank's data, of the length and dtype of ``own``, this rank's."""
+    def _everyone(self, addresses: Sequence[Address], local: Tensor) -> list[Tensor]:
+        """Return every rank's data, of the length and dtype of ``local``, this rank's."""
         transport = self._transport
         return [
-            own
+            local
             if rank == transport.rank and not transport.is_staged(address)
-            else transport.at(rank, address, own.dtype, own.numel())
+            else transport.at(rank, address, local.dtype, local.numel())
             for rank, address in enumerate(addresses)
         ]
 
     def _slot_numel(self, dtype: torch.dtype) -> int:
         return self._transport.slot_bytes // dtype.itemsize
 
-    def _share(self, numel: int) -> slice:
+    def _local_slice(self, numel: int) -> slice:
         """Return which of ``numel`` elements this rank combines, cut at cache lines."""
         rank, each = self._transport.rank, -(-numel // self._transport.size)
         each += -each % 64

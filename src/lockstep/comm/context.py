@@ -54,7 +54,7 @@ def context_of(group: ProcessGroup) -> GroupContext:
     return context
 
 
-def in_all_contexts(kind: type[T]) -> list[T]:
+def in_all_groups(kind: type[T]) -> list[T]:
     """Return the objects of the class ``kind`` of all groups in this process."""
     with _lock:
         contexts = [*_contexts.values()]

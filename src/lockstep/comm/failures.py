@@ -125,11 +125,11 @@ def explained(group: ProcessGroup, operation: str, error: RuntimeError) -> Colle
             check_open()
     except CollectiveFailed as fault:
         return fault
-    own = _Note(is_late="timed out" in str(error).lower(), gone=[])
+    note = _Note(is_late="timed out" in str(error).lower(), gone=[])
     found: dict[int, _Note] = {}
     with suppress(NoAnswer):
-        answered(partial(_exchange_notes, group, own, found), STORE_SECONDS)
-    gone, late = _blame(range(group.size()), group.rank(), own, dict(found))
+        answered(partial(_exchange_notes, group, note, found), STORE_SECONDS)
+    gone, late = _blame(range(group.size()), group.rank(), note, dict(found))
     rank, said = global_rank(group, group.rank()), f"Torch says: {error}"
     names = [global_rank(group, each) for each in gone or late or []]
     if gone:
@@ -173,22 +173,22 @@ def _blame(
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
 
 
-def _exchange_notes(group: ProcessGroup, own: _Note, found: dict[int, _Note]) -> None:
+def _exchange_notes(group: ProcessGroup, note: _Note, found: dict[int, _Note]) -> None:
     """Complete this rank's note, leave it in the store, and collect the others'."""
     ranks, here = range(group.size()), group.rank()
     others = [rank for rank in ranks if rank != here]
-    own.gone[:] = [rank for rank in others if _has_ended(group, rank)]
+    note.gone[:] = [rank for rank in others if _has_ended(group, rank)]
     # The store may be gone with the rank that held it.
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
-        store.set(str(here), json.dumps(own))
+        store.set(str(here), json.dumps(note))
         grace, patience = Deadline(_GRACE_SECONDS), Deadline(_PATIENCE_SECONDS)
         while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):
                     found[rank] = _Note.decode(bytes(store.get(str(rank))), ranks)
-            is_known = not grace.left() or set(own.gone) <= set(found)
-            if is_known and _blame(ranks, here, own, found)[0]:
+            is_known = not grace.left() or set(note.gone) <= set(found)
+            if is_known and _blame(ranks, here, note, found)[0]:
                 return
             time.sleep(_POLL_SECONDS)
 

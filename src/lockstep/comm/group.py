@@ -65,15 +65,15 @@ class SharedMemoryGroup(BaseGroup):
 
     transport: Transport  # over several hosts a HostsTransport, which has all that is used here
 
-    # For so many calls of share() it keeps tensors that were shared.
+    # For so many calls of exchange_buffers() it keeps tensors that were shared.
     NUM_KEPT = 8
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._host: SharedMemoryGroup | None = None
-        self.num_shared = 0  # calls of share()
+        self.num_exchanges = 0  # calls of exchange_buffers()
         # Tensors that other ranks may read although they were dropped here, since each of the last
-        # calls of share().
+        # calls of exchange_buffers().
         self._kept: deque[list[Tensor]] = deque([[]], maxlen=self.NUM_KEPT)
 
     def empty(
@@ -123,7 +123,7 @@ class SharedMemoryGroup(BaseGroup):
             self._host.shutdown()
 
     def keep(self, tensors: Tensors) -> None:
-        """Keep the memory of shared tensors for the next ``NUM_KEPT`` calls of :meth:`share`."""
+        """Keep the memory of ``tensors`` for the next ``NUM_KEPT`` :meth:`exchange_buffers`."""
         self._kept[-1].extend(tensors)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -207,9 +207,9 @@ class SharedMemoryGroup(BaseGroup):
         def run(deadline: Deadline) -> None:
             collectives = self._collectives(self.transport, signature, deadline)
 
-            def all_gather(own: Tensor) -> list[Tensor]:
-                rows = own.new_empty(self._size, *own.shape)
-                collectives.all_gather([row.view(-1) for row in rows], own.view(-1))
+            def all_gather(local: Tensor) -> list[Tensor]:
+                rows = local.new_empty(self._size, *local.shape)
+                collectives.all_gather([row.view(-1) for row in rows], local.view(-1))
                 return list(rows)
 
             total = sum_sparse(all_gather, tensor.data.coalesce())
@@ -222,7 +222,7 @@ class SharedMemoryGroup(BaseGroup):
 
         return run
 
-    def share(self, tensor: Tensor) -> list[Tensor]:
+    def exchange_buffers(self, tensor: Tensor) -> list[Tensor]:
         """Wait until all ranks have called it, and return each one's flat ``tensor``, by rank.
 
         The list is empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
@@ -230,19 +230,21 @@ class SharedMemoryGroup(BaseGroup):
         then on if they know that it hasn't been written to: see :meth:`keep`.
         """
         shares = list[Tensor]()
-        self._queue.run(self._share(tensor, shares))
+        self._queue.run(self._exchange_buffers(tensor, shares))
         return shares
 
-    def start_share(self, tensor: Tensor) -> Work:
-        """Let the others' calls of :meth:`share` have ``tensor``, and return at once."""
-        return self._queue.submit([self._share(tensor, [])], [], is_async=True)
+    def start_exchange_of_buffers(self, tensor: Tensor) -> Work:
+        """Let the others' calls of :meth:`exchange_buffers` have ``tensor``, and return at once."""
+        return self._queue.submit([self._exchange_buffers(tensor, [])], [], is_async=True)
 
-    def _share(self, tensor: Tensor, shares: list[Tensor]) -> Run:
-        self.num_shared += 1
+    def _exchange_buffers(self, tensor: Tensor, shares: list[Tensor]) -> Run:
+        self.num_exchanges += 1
         signature = Signature("share", tensor.dtype, tensor.shape)
 
         def run(deadline: Deadline) -> None:
-            shares.extend(self._collectives(self.transport, signature, deadline).share(tensor))
+            shares.extend(
+                self._collectives(self.transport, signature, deadline).exchange_buffers(tensor)
+            )
             self._kept.append([])
 
         return run
@@ -373,11 +375,11 @@ class SharedMemoryGroup(BaseGroup):
         return [output], [self._reduce_scatter(op, output, parts)]
 
     def _reduce_scatter(self, op: dist.ReduceOp, output: Tensor, inputs: Tensors) -> Run:
-        own = inputs[self._rank]
-        if own.numel() != output.numel():
+        local_part = inputs[self._rank]
+        if local_part.numel() != output.numel():
             raise ValueError(
                 f"reduce_scatter's output has {output.numel()} elements, but the input for this "
-                f"rank has {own.numel()}. Make them equal."
+                f"rank has {local_part.numel()}. Make them equal."
             )
         reduction = reduction_for(op, output.dtype)
         sizes = tuple(part.numel() for part in inputs)

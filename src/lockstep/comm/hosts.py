@@ -32,7 +32,7 @@ from lockstep.comm.transport import (
     FAILURES,
     FINGERPRINT_BYTES,
     WORDS_BYTES,
-    Ranks,
+    Membership,
     Signature,
     encoded,
 )
@@ -60,7 +60,7 @@ _PATIENCE_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
 
-class HostsTransport(Ranks):
+class HostsTransport(Membership):
     """Ranks of several hosts; those of one host reach each other's memory.
 
     ``hosts`` are the ranks of each host; the other arguments are those of :class:`ShmTransport`.
@@ -106,8 +106,8 @@ class HostsTransport(Ranks):
         Each call has another ``name``; ``timeout`` is the seconds to wait for the others.
         """
         store, index, members = self._own
-        own_store = dist.PrefixStore(name, store)
-        return ShmTransport(own_store, index, len(members), timeout, members)
+        store_of_host = dist.PrefixStore(name, store)
+        return ShmTransport(store_of_host, index, len(members), timeout, members)
 
     @property
     def is_even(self) -> bool:
@@ -163,8 +163,8 @@ class Network:
         self._store: dist.Store | None = store  # None once it is gone, or doesn't answer
         self.ranks = list(ranks)
         self.rank, self.size = self.ranks.index(rank), len(ranks)
-        own_store, limit = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout)
-        connect = partial(dist.ProcessGroupGloo, own_store, self.rank, self.size, timeout=limit)
+        gloo_store, limit = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout)
+        connect = partial(dist.ProcessGroupGloo, gloo_store, self.rank, self.size, timeout=limit)
         self.gloo: Any = answered(connect, timeout + STORE_SECONDS)
 
     def start_send(self, tensor: Tensor, destination: int, tag: int, timeout: timedelta) -> Work:
@@ -325,16 +325,16 @@ class HostsCollectives(Collectives):
         """Combine the tensors of the ranks of ``network``, if this rank is in it."""
         if self._is_agreed_in(network):
             for piece in pieces(tensor.numel(), _PIECE_BYTES // tensor.element_size()):
-                self._all_reduce_piece(network, tensor[piece], reduction)
+                self._all_reduce_slice(network, tensor[piece], reduction)
 
-    def _all_reduce_piece(self, network: Network, part: Tensor, reduction: Reduction) -> None:
+    def _all_reduce_slice(self, network: Network, part: Tensor, reduction: Reduction) -> None:
         """Each rank of ``network`` combines its share of the elements, and sends that to all."""
         each = -(-part.numel() // network.size)
         shares = [part[i * each : (i + 1) * each] for i in range(network.size)]
-        own = len(shares[network.rank])
+        local_numel = len(shares[network.rank])
         result = part.new_empty(each)
-        received = self._all_to_all(network, shares, [own] * network.size)
-        reduction.into(result[:own], received)
+        received = self._all_to_all(network, shares, [local_numel] * network.size)
+        reduction.into(result[:local_numel], received)
         part.copy_(self._all_gather(network, result).view(-1)[: part.numel()])
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:

@@ -21,8 +21,8 @@ from lockstep.comm.context import context_of
 from lockstep.errors import CollectiveFailed
 
 
-class Step(IntEnum):
-    """The next step of a rank."""
+class Announced(IntEnum):
+    """What a rank does next."""
 
     THROUGH = 0  # no more data: take part in the steps of the others
     BEGIN = 1  # begin a backward of the engines whose bits are set
@@ -34,11 +34,11 @@ class Step(IntEnum):
 
 
 class Announcement(NamedTuple):
-    """The ranks' common next step."""
+    """What the ranks do next, all the same."""
 
     active: Sequence[int]  # the ranks that still have data, in ascending order
-    step: Step  # their next step; THROUGH if there are none
-    detail: int  # a mask of engines, a number of elements or of an optimizer, by the step
+    kind: Announced  # what they do; THROUGH if there are none
+    detail: int  # a mask of engines, a number of elements or of an optimizer, by the kind
 
 
 class JoinState:
@@ -85,42 +85,44 @@ class JoinState:
             )
         return sum(1 << bit for bit, engine in enumerate(self._members) if engine in engines)
 
-    def call(self, step: Step, detail: int = 0) -> Announcement:
-        """Announce this rank's next step; return the common one. All ranks must call it; it blocks.
+    def call(self, kind: Announced, detail: int = 0) -> Announcement:
+        """Announce what this rank does next; return what all do. All ranks must call it; it blocks.
 
         Raises:
             RuntimeError: If a rank is through, and that is to end the loop for all.
-            CollectiveFailed: If the ranks that still have data announce different steps.
+            CollectiveFailed: If the ranks that still have data announce different ones.
         """
-        self.is_active = step is not Step.THROUGH
-        own = torch.tensor([step, detail], device=self._device)
-        steps = [tuple(announced.tolist()) for announced in all_gather(self._group, own)]
-        active = [rank for rank, (kind, _) in enumerate(steps) if kind != Step.THROUGH]
+        self.is_active = kind is not Announced.THROUGH
+        local = torch.tensor([kind, detail], device=self._device)
+        told = [tuple(theirs.tolist()) for theirs in all_gather(self._group, local)]
+        active = [rank for rank, (one, _) in enumerate(told) if one != Announced.THROUGH]
         if not active:
-            return Announcement(active, Step.THROUGH, 0)
+            return Announcement(active, Announced.THROUGH, 0)
         self.last_active = active
-        if self._throws and len(active) < len(steps):
-            through = min(set(range(len(steps))) - set(active))
+        if self._throws and len(active) < len(told):
+            through = min(set(range(len(told))) - set(active))
             raise RuntimeError(
                 f"Rank {through} has exhausted its inputs, which ends the loop on every rank."
             )
-        if len({steps[rank] for rank in active}) > 1:
-            described = ", ".join(f"rank {rank}: {Step(steps[rank][0]).name}" for rank in active)
+        if len({told[rank] for rank in active}) > 1:
+            described = ", ".join(
+                f"rank {rank}: {Announced(told[rank][0]).name}" for rank in active
+            )
             raise CollectiveFailed(
                 "Ranks that still have data do different things, one after the other, in join(): "
                 f"{described}. They must run the same model in the same way."
             )
         if self._divide_by_active:
             self.mean_divisor = len(active)
-        kind, number = steps[active[0]]
-        return Announcement(active, Step(kind), number)
+        common, number = told[active[0]]
+        return Announcement(active, Announced(common), number)
 
     def follow(self, announcement: Announcement) -> None:
         """Take part, with zeros, in the collective that the others have announced."""
         zeros = torch.zeros(announcement.detail, dtype=torch.float64, device=self._device)
-        if announcement.step is Step.GATHER:
+        if announcement.kind is Announced.GATHER:
             all_gather(self._group, zeros)
-        elif announcement.step is Step.SUM:
+        elif announcement.kind is Announced.SUM:
             start_all_reduce(self._group, zeros).wait()
 
     def follow_update(self, announcement: Announcement) -> None:
@@ -156,13 +158,13 @@ def add_update(group: ProcessGroup, update: Update) -> int:
 
 
 def join_state_of(group: ProcessGroup) -> JoinState | None:
-    """Return the state to announce steps of ``group`` to; None outside of join()."""
+    """Return the state of the ``join()`` of ``group``; None outside of join()."""
     joining = context_of(group).find(_Joining)
     return joining.state() if joining is not None and joining.state is not None else None
 
 
 def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
-    """Announce each step of ``group`` to ``state`` from now on; None: no more.
+    """Announce collectives of ``group`` to ``state`` from now on; None: no more.
 
     Raises:
         CollectiveFailed: If there is another one already.
@@ -179,24 +181,24 @@ def set_join_state(group: ProcessGroup, state: JoinState | None) -> None:
         joining.state = weakref.ref(state)
 
 
-def gather_in_step(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
+def gather_announced(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     """Return each rank's ``tensor``, of float64, in rank order; zeros for ranks without data.
 
     Every rank that has data must call it, with tensors of one shape; it blocks.
     """
-    _announce(group, Step.GATHER, tensor)
+    _announce(group, Announced.GATHER, tensor)
     return all_gather(group, tensor)
 
 
-def sum_in_step(group: ProcessGroup, tensor: Tensor) -> None:
-    """Add up ``tensor``, of float64, over the ranks, in place, as :func:`gather_in_step`."""
-    _announce(group, Step.SUM, tensor)
+def sum_announced(group: ProcessGroup, tensor: Tensor) -> None:
+    """Add up ``tensor``, of float64, over the ranks, in place, as :func:`gather_announced`."""
+    _announce(group, Announced.SUM, tensor)
     start_all_reduce(group, tensor.view(-1)).wait()
 
 
-def _announce(group: ProcessGroup, step: Step, tensor: Tensor) -> None:
+def _announce(group: ProcessGroup, kind: Announced, tensor: Tensor) -> None:
     if (state := join_state_of(group)) is not None:
-        state.call(step, tensor.numel())
+        state.call(kind, tensor.numel())
 
 
 def mean_divisor(group: ProcessGroup) -> int:

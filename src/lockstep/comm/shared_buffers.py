@@ -15,7 +15,7 @@ import weakref
 
 import torch
 
-from lockstep.comm.any_group import share, zero_buffer
+from lockstep.comm.any_group import exchange_buffers, zero_buffer
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.memory import bytes_of
 from lockstep.deadline import Deadline
@@ -59,7 +59,7 @@ class SharedBuffers:
         # Other ranks may read the buffers for a while after these are gone.
         weakref.finalize(self, group.keep, self.local).atexit = False
         # The last barrier, if this rank has come to it since it last wrote: its buffer, and what
-        # the group's num_shared was then. Whether the note of it is written.
+        # the group's num_exchanges was then. Whether the note of it is written.
         self._read_by_others: torch.Tensor | None = None
         self._passed_at, self._has_noted = 0, False
         self._number = 0  # of the barriers so far
@@ -115,7 +115,7 @@ class SharedBuffers:
         assert self._awaited is not None
         buffer, _ = self._awaited
         try:
-            self.of_ranks = share(self._group, buffer)
+            self.of_ranks = exchange_buffers(self._group, buffer)
         except CollectiveFailed:
             self._awaited = None
             raise
@@ -136,11 +136,11 @@ class SharedBuffers:
         if awaited is not None and self._group.generation is awaited[1]:
             self._pass(awaited[0])
             self.note_read()
-            self._group.start_share(awaited[0])
+            self._group.start_exchange_of_buffers(awaited[0])
 
     def _pass(self, buffer: torch.Tensor) -> None:
         self._read_by_others, self._has_noted = buffer, False
-        self._passed_at = self._group.num_shared
+        self._passed_at = self._group.num_exchanges
         self._number += 1
 
     def note_read(self) -> None:
@@ -155,7 +155,7 @@ class SharedBuffers:
 
         They do so for the next NUM_KEPT ones.
         """
-        age = self._group.num_shared - self._passed_at
+        age = self._group.num_exchanges - self._passed_at
         return self._read_by_others is None or age <= self._group.NUM_KEPT - 3
 
     def _note_behind(self, buffer: torch.Tensor) -> memoryview:

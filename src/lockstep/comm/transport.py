@@ -96,7 +96,7 @@ def encoded(signature: Signature) -> tuple[bytes, bytes]:
 _Arrive = Callable[[Signature, Any, Deadline, dict[int, object]], Sequence[Address]]
 
 
-class Ranks(ABC):
+class Membership(ABC):
     """The connected ranks of a group, seen from one of them.
 
     Attributes:
@@ -150,7 +150,7 @@ class Ranks(ABC):
         """Have later calls raise GroupClosed, in a forked child."""
 
 
-class Transport(Ranks):
+class Transport(Membership):
     """Ranks that reach each other's memory.
 
     Note [Two slots]: each rank has two slots of ``slot_bytes`` and stages data in them by turns.
@@ -206,8 +206,8 @@ class Transport(Ranks):
     def break_off(self, error: CollectiveFailed) -> CollectiveFailed:
         """Take no further part because of ``error``, which all ranks are to raise."""
         if not self._is_broken:
-            own = PeerLost(str(error), [self._name])
-            self._failure = without_traceback(error) if isinstance(error, Failure) else own
+            loss = PeerLost(str(error), [self._name])
+            self._failure = without_traceback(error) if isinstance(error, Failure) else loss
             self._is_broken = True
             self._report(self._failure)
         return self.error() or error

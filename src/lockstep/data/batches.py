@@ -32,7 +32,7 @@ _NUM_DRAWN = 64
 _ODD, _MASK = 0x9E3779B1, 2**32 - 1
 
 
-class Part(NamedTuple):
+class LocalBatch(NamedTuple):
     """A rank's samples in a global batch.
 
     If it has none, ``is_empty`` is set, and there is the index of one sample of another rank, from
@@ -260,7 +260,7 @@ class Reader:
         vars(self).update(state)
         self._reset()
 
-    def __getitem__(self, part: Part) -> Any:
+    def __getitem__(self, part: LocalBatch) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
         self._at = None
         try:
@@ -270,20 +270,20 @@ class Reader:
                 batch = self._read_seeded(part)
                 if not part.is_empty:
                     return batch
-                twice = self._read_seeded(Part([part.indices[0]] * 2, part.seed, part.first))
+                twice = self._read_seeded(LocalBatch([part.indices[0]] * 2, part.seed, part.first))
         except Exception as error:
             add_note(error, self._place_in(part))
             raise
         return without_samples(batch, twice)
 
-    def _place_in(self, part: Part) -> str:
+    def _place_in(self, part: LocalBatch) -> str:
         """Say which samples of ``part`` are being read, or put into a batch."""
         indices, first, what = part.indices, part.first, "in reading or collating"
         if self._at is not None:
             indices, first, what = indices[self._at : self._at + 1], first + self._at, "in reading"
         return f"This was {what} {samples_in_words(indices, first)}, on rank {self._rank}."
 
-    def _read_seeded(self, part: Part) -> Any:
+    def _read_seeded(self, part: LocalBatch) -> Any:
         for generator in (*self._unused, *self._used):
             generator.begin()
         try:
@@ -307,7 +307,7 @@ class Reader:
             for generator in self._used:
                 generator.rewind()
 
-    def _read(self, part: Part) -> Any:
+    def _read(self, part: LocalBatch) -> Any:
         dataset: Any = self.dataset
         if self._makes_batches:
             self._seed(part.seed, part.first)
@@ -341,7 +341,7 @@ class Reader:
                 generator.seed(seed)
 
 
-def _rows(tensors: Sequence[torch.Tensor], part: Part) -> list[torch.Tensor] | None:
+def _rows(tensors: Sequence[torch.Tensor], part: LocalBatch) -> list[torch.Tensor] | None:
     """Return the samples of ``part``; None if it has something else than whole numbers."""
     try:
         indices = torch.tensor(part.indices, device="cpu")

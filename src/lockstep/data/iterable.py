@@ -85,24 +85,24 @@ class StreamReader:
         # would take it for its own. Shown by test_an_iterable_dataset_in_ranks_that_are_threads.
         with exclusive:
             info = get_worker_info()
-            own, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+            worker_id, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
             is_new = self._iteration != request.iteration
             if is_new:
                 self._iteration, self._shard = request.iteration, Shard()
             if request.view is not View.PROBE:
-                return self._read(request, own, num_workers, is_new=is_new)
+                return self._read(request, worker_id, num_workers, is_new=is_new)
             if is_new:
-                self._shard = self._probe(request, own, num_workers)
-            return Answer(request.iteration, own, False, self._shard, None)
+                self._shard = self._probe(request, worker_id, num_workers)
+            return Answer(request.iteration, worker_id, False, self._shard, None)
 
-    def _read(self, request: Request, own: int, num_workers: int, *, is_new: bool) -> Answer:
-        number, num_shards = own, num_workers
+    def _read(self, request: Request, worker_id: int, num_workers: int, *, is_new: bool) -> Answer:
+        number, num_shards = worker_id, num_workers
         if request.view is View.ALL:
-            number, num_shards = self._rank * num_workers + own, self._num_ranks * num_workers
+            number, num_shards = self._rank * num_workers + worker_id, self._num_ranks * num_workers
         if is_new:
             self._random = RandomState(mixed(request.seed, number, -4))
             self._samples, self._num_read = self._begin(), 0
-        end = Answer(request.iteration, own, True, self._shard, None)
+        end = Answer(request.iteration, worker_id, True, self._shard, None)
         notes = noting_rank if is_new and self._num_ranks > 1 else nullcontext
         with self._random(), shown_as_worker(number, num_shards, self.dataset):
             size = 1 if request.size is None else request.size
@@ -133,12 +133,12 @@ class StreamReader:
             self._num_read += len(samples)
         return end._replace(is_end=False, batch=batch)
 
-    def _probe(self, request: Request, own: int, num_workers: int) -> Shard:
+    def _probe(self, request: Request, worker_id: int, num_workers: int) -> Shard:
         """Begin twice as each rank's worker of this number does, and with the same seed."""
         firsts = []
         for _ in range(2):
-            random = RandomState(mixed(request.seed, own, -4))
-            with random(), shown_as_worker(own, num_workers, self.dataset):
+            random = RandomState(mixed(request.seed, worker_id, -4))
+            with random(), shown_as_worker(worker_id, num_workers, self.dataset):
                 samples = [*itertools.islice(self._begin(), NUM_PROBED)]
             firsts.append(fingerprint.of_sample(samples) if samples else None)
         return Shard(firsts[0], is_repeatable=firsts[0] == firsts[1])
@@ -226,10 +226,10 @@ def _first_answers(
     shards = [Shard(*answer.shard) for answer in first]
     if group is None:
         return first, [shards]
-    own = json.dumps([fingerprint.of_dataset(dataset), shards]).encode()
-    by_rank = [*map(json.loads, all_gather_bytes(group, own, device_of_facts(group)))]
+    local_facts = json.dumps([fingerprint.of_dataset(dataset), shards]).encode()
+    by_rank = [*map(json.loads, all_gather_bytes(group, local_facts, device_of_facts(group)))]
     is_same = len({checksum for checksum, _ in by_rank}) == 1
-    return first, [[Shard(*s)._replace(is_same=is_same) for s in own] for _, own in by_rank]
+    return first, [[Shard(*s)._replace(is_same=is_same) for s in theirs] for _, theirs in by_rank]
 
 
 def _steps(

@@ -20,7 +20,7 @@ from lockstep.arguments import as_whole_number, check_flag, check_type, refusal
 from lockstep.comm import all_gather, device_of_facts, differing_facts
 from lockstep.data.batches import (
     GlobalBatches,
-    Part,
+    LocalBatch,
     Reader,
     digest,
     is_list,
@@ -35,7 +35,7 @@ from lockstep.data.partition import cuts
 from lockstep.data.random_state import mixed
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
-from lockstep.data.workers import Requests, loader_of_requests
+from lockstep.data.workers import WorkerSampler, loader_with_workers
 from lockstep.errors import SplitError
 from lockstep.world import group_or_all
 
@@ -160,8 +160,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._view = View.OWN if self_sharding else View.ALL
         if type(self.sampler) is RandomSampler and self.sampler.generator is None:
             self.sampler.generator = torch.Generator()  # which is seeded for each epoch
-        own = self.sampler if self.batch_sampler is None else self.batch_sampler
-        self._samplers = [] if self._is_iterable else samplers_in(own)
+        sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
+        self._samplers = [] if self._is_iterable else samplers_in(sampler)
         self._check_arguments()
         torchs = (BatchSampler, RandomSampler, SequentialSampler)
         self._may_repeat = all(type(each) in torchs for each in self._samplers) or any(
@@ -260,13 +260,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             as_whole_number(name, state_dict[name], "a whole number from 0 up", at_least=0)
             for name in ("epoch", "num_batches", "digest")
         )
-        own, in_epoch = self._facts_of_order(), num_batches > 0
+        local, in_epoch = self._facts_of_order(), num_batches > 0
         # Between epochs all may change but the dataset.
-        for name in [*own, *facts] if in_epoch else ["dataset", "length of the dataset"]:
-            if own.get(name) != facts.get(name):
+        for name in [*local, *facts] if in_epoch else ["dataset", "length of the dataset"]:
+            if local.get(name) != facts.get(name):
                 raise ValueError(
                     f"This state is of a DataLoader whose {name} was {facts.get(name)!r}, and this "
-                    f"one's is {own.get(name)!r}: the rest of its epoch would be other samples. "
+                    f"one's is {local.get(name)!r}: the rest of its epoch would be other samples. "
                     "Make the loader as it was, or call set_epoch() to begin a new epoch."
                 )
         self._run += 1
@@ -340,9 +340,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return map(self._reader.__getitem__, requests)
         loader = self._loader
         if loader is None:
-            self._requests = Requests()
-            self._loader = loader = loader_of_requests(self, self._reader, self._requests)
-        self._requests.stream = requests
+            self._worker_sampler = WorkerSampler()
+            self._loader = loader = loader_with_workers(self, self._reader, self._worker_sampler)
+        self._worker_sampler.stream = requests
         assert self._seed is not None
         # Workers' own seeds, which their worker_init_fn sees, differ by rank, epoch and worker.
         loader.generator.manual_seed(mixed(self._seed, self._epoch, self._rank))
@@ -409,8 +409,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return
         self._seed = torch.initial_seed() % 2**62
         if self._group is not None:
-            own = torch.tensor([self._seed], device=device_of_facts(self._group))
-            self._seed = int(all_gather(self._group, own)[0])
+            local_seed = torch.tensor([self._seed], device=device_of_facts(self._group))
+            self._seed = int(all_gather(self._group, local_seed)[0])
 
     def _check_same(self, facts: dict[str, Any]) -> None:
         """Compare the ranks, and then the epochs: so no rank waits for one that raises."""
@@ -431,7 +431,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _parts(
         self, batches: GlobalBatches, skip: int, expected: int, asked: deque[tuple[int, int]]
-    ) -> Iterator[Part]:
+    ) -> Iterator[LocalBatch]:
         """Yield this rank's part of each global batch but the first ``skip``.
 
         ``asked`` gets the checksum of the batches so far, and the number of samples of the part.
@@ -453,21 +453,21 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         for number, batch in enumerate(batches, skip):
             checksum = digest(batch, checksum)
             if is_list(batch):
-                part = self._part_of(batch, number, position, seed)
+                part = self._local_batch(batch, number, position, seed)
             else:
-                part = Part([batch], seed, position, is_one=True)
+                part = LocalBatch([batch], seed, position, is_one=True)
             asked.append((checksum, 0 if part.is_empty else len(part.indices)))
             yield part
             position += num_samples(batch)
 
-    def _part_of(self, batch: Any, number: int, position: int, seed: int) -> Part:
+    def _local_batch(self, batch: Any, number: int, position: int, seed: int) -> LocalBatch:
         shares = self._shares if self._pace is None else self._pace.shares_at(number)
         bounds = cuts(len(batch), shares)
         start, stop = bounds[self._rank], bounds[self._rank + 1]
         is_empty = start == stop and len(batch) > 0
-        own = batch[:1] if is_empty else batch[start:stop]
-        own = own.tolist() if isinstance(own, torch.Tensor) else own
-        return Part([*own], seed, position + start, is_empty)
+        indices = batch[:1] if is_empty else batch[start:stop]
+        indices = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+        return LocalBatch([*indices], seed, position + start, is_empty)
 
 
 def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:

@@ -48,13 +48,13 @@ class Pace:
         # While new shares are still to come, batches may have been cut by them on some ranks.
         if self._group is None or number % _INTERVAL or number < self._later[0]:
             return
-        own = torch.tensor(
+        local_times = torch.tensor(
             [self._num_samples / max(self._seconds, 1e-9)],
             dtype=torch.float32,
             device=device_of_facts(self._group),
         )
         self._seconds, self._num_samples = 0.0, 0
-        speeds = [float(each) for each in all_gather(self._group, own)]
+        speeds = [float(each) for each in all_gather(self._group, local_times)]
         # A rank without samples was not measured.
         pairs = zip(speeds, self._speeds, strict=True)
         self._speeds = [(new + (old or new)) / 2 if new else old for new, old in pairs]

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm import differing_facts
-from lockstep.data.batches import Part, Reader
+from lockstep.data.batches import LocalBatch, Reader
 from lockstep.data.fingerprint import of_dataset, of_sample
 from lockstep.errors import SplitError
 
@@ -30,7 +30,7 @@ def check_same_dataset(
         is_list = hasattr(batch, "__len__") and not (hasattr(batch, "dim") and not batch.dim())
         index = batch[place] if is_list and len(batch) else batch
         index = index.item() if hasattr(index, "item") else index
-        part = Part([index], seed, 0, is_one=not is_list)
+        part = LocalBatch([index], seed, 0, is_one=not is_list)
         found[repr(index)] = [of_sample(reader[part]) for _ in range(2)]
     by_rank = differing_facts(group, found)
     is_repeatable = all(first == again for own in by_rank for first, again in own.values())

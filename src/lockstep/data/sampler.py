@@ -132,7 +132,7 @@ class DistributedSampler(TorchSampler[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_group": None}  # which can't be pickled or copied
 
-    def _own_indices(self, start: int = 0) -> Iterator[_T_co]:
+    def _local_indices(self, start: int = 0) -> Iterator[_T_co]:
         """Return this rank's indices in this epoch, but the first ``start``.
 
         Every rank calls it; it compares their orders.
@@ -144,10 +144,10 @@ class DistributedSampler(TorchSampler[_T_co]):
             return (order[place % self._length] for place in places)
         # This rank's alone are kept; the generator has them when the others are let go of.
         end = min(self.total_size, self._length)
-        own = order[places.start : end : places.step].clone()
-        again = [int(order[place % self._length]) for place in places[len(own) :]]
+        indices = order[places.start : end : places.step].clone()
+        again = [int(order[place % self._length]) for place in places[len(indices) :]]
         del order
-        return itertools.chain(_numbers(own), again)
+        return itertools.chain(_numbers(indices), again)
 
     def _order(self) -> Any:
         """Return the indices of all ranks in this epoch, the same on each rank."""
@@ -209,7 +209,7 @@ class _Indices(Iterator[_T_co]):
 
     def __init__(self, sampler: DistributedSampler[_T_co]) -> None:
         self._sampler, self._epoch, self._num_given = sampler, sampler.epoch, 0
-        self._rest = sampler._own_indices()
+        self._rest = sampler._local_indices()
 
     def __next__(self) -> _T_co:
         index = next(self._rest)
@@ -237,7 +237,7 @@ class _Indices(Iterator[_T_co]):
         sampler, self._epoch, self._num_given = self._sampler, state["epoch"], state["num_given"]
         sampler.set_epoch(self._epoch)
         sampler._has_begun = True
-        self._rest = sampler._own_indices(self._num_given)
+        self._rest = sampler._local_indices(self._num_given)
 
 
 def _facts_of_order(sampler: DistributedSampler[Any]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import torch.utils.data
 from lockstep.torch_private import worker
 
 
-def loader_of_requests(
-    settings: torch.utils.data.DataLoader[Any], reader: Any, requests: Requests
+def loader_with_workers(
+    settings: torch.utils.data.DataLoader[Any], reader: Any, sampler: WorkerSampler
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a loader with the workers that ``settings`` has, which ask ``reader``."""
+    """Return a loader with the workers of ``settings``: they ask ``reader`` for what is sampled."""
     return torch.utils.data.DataLoader(
         reader,
         batch_size=None,
-        sampler=requests,
+        sampler=sampler,
         num_workers=settings.num_workers,
         collate_fn=_as_it_is,
         pin_memory=settings.pin_memory,
@@ -33,7 +33,7 @@ def loader_of_requests(
     )
 
 
-class Requests:
+class WorkerSampler:
     """The sampler of torch's own loader: what to read in the iteration that begins."""
 
     stream: Iterator[Any] = iter(())

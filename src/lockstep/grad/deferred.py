@@ -27,7 +27,7 @@ from lockstep.comm import (
     SharedBuffers,
     SharedMemoryGroup,
     context_of,
-    in_all_contexts,
+    in_all_groups,
     is_shared,
     reduction_for,
     start_all_reduce,
@@ -57,7 +57,7 @@ class _Buckets(weakref.WeakSet["DeferredBucket"]):
 def _sum_before_fork() -> None:
     """Sum unsummed gradients, as other processes will change what a child would sum them from."""
     with _lock:
-        buckets = [bucket for each in in_all_contexts(_Buckets) for bucket in each]
+        buckets = [bucket for each in in_all_groups(_Buckets) for bucket in each]
     for bucket in buckets:
         if is_shared(bucket.contents.memory.buffer):
             bucket.sum_unsummed()

@@ -336,17 +336,17 @@ def tell_interruption(store: dist.Store, number: int, at_seconds: float, host: i
 
 
 def told_interruption(
-    store: dist.Store, own: int, name: Callable[[int], str], offset: float = 0.0
+    store: dist.Store, number_here: int, name: Callable[[int], str], offset: float = 0.0
 ) -> Outcome | None:
     """The outcome if a signal came to the launcher of a host; None if none did.
 
-    Host 0's clock is by ``offset`` ahead of that of this host, whose number is ``own``.
+    Host 0's clock is by ``offset`` ahead of that of this host, whose number is ``number_here``.
     """
     if not store.check(["interrupted"]):
         return None
     try:
         number, at_seconds, host = json.loads(store.get("interrupted"))
-        where = "" if host == own else f" at host {host} ({name(host)})"
+        where = "" if host == number_here else f" at host {host} ({name(host)})"
         return Outcome(
             128 + int(number) % 128,
             message=f"ended by {signal_name(number)}{where}; no rank is left running.",

@@ -70,15 +70,15 @@ def reach_endpoint(meeting: Meeting, deadline: Deadline, company: Company) -> En
                 raise LaunchError(
                     f"Host 0 can't listen at the rendezvous endpoint {meeting.endpoint}: {reason}. "
                     "Give a name or an address of this host and a port that is free."
-                    f"{own_addresses()}"
+                    f"{local_addresses()}"
                 ) from error
     return _connect(meeting, deadline, company)
 
 
-def own_addresses() -> str:
+def local_addresses() -> str:
     """A sentence, for whom an address was mistyped."""
-    own = ", ".join(f"{address} ({name})" for address, name in addresses().items())
-    return f" The addresses of this host, {socket.gethostname()}, are {own or 'none'}."
+    listed = ", ".join(f"{address} ({name})" for address, name in addresses().items())
+    return f" The addresses of this host, {socket.gethostname()}, are {listed or 'none'}."
 
 
 def _listener(meeting: Meeting) -> socket.socket:
@@ -115,7 +115,7 @@ def _listener(meeting: Meeting) -> socket.socket:
             raise LaunchError(
                 f"There is a host 0 at {meeting.endpoint} already: somebody answers at {there}, "
                 "which is no address of this host. Give each host another --node-rank."
-                f"{own_addresses()}"
+                f"{local_addresses()}"
             )
     return _listener_everywhere(meeting.port)
 
@@ -148,10 +148,10 @@ def _open_store(listener: socket.socket) -> Endpoint:
         RuntimeError: If the store can't be opened.
     """
     address, port, *_ = listener.getsockname()
-    own = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
+    hosts = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
     try:
         # The store's own attempts handle no signal, and warn of each that fails.
-        address = first_reached(own, port, _OWN_SECONDS)
+        address = first_reached(hosts, port, _OWN_SECONDS)
     except OSError as error:
         listener.close()
         raise ConnectionError(
@@ -183,7 +183,7 @@ def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint
                     f"Nobody answered at the rendezvous endpoint {meeting.endpoint} as host 0 "
                     f"does within {meeting.timeout_seconds} seconds: {first_line(error)}. Is "
                     "'lockstep run' given on the first host too, is the name right, and does no "
-                    f"firewall keep the port shut?{own_addresses()}"
+                    f"firewall keep the port shut?{local_addresses()}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
         else:
@@ -216,7 +216,7 @@ class Company:
                 f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
                 "host itself, and no other 'lockstep run' on it is to meet there. Give as "
                 "--rdzv-endpoint, on every host, the name or address by which they all reach host "
-                f"0.{own_addresses()}"
+                f"0.{local_addresses()}"
             )
 
     def _is_on_loopback(self, is_held: bool) -> bool:

@@ -199,20 +199,20 @@ def _message(
     headline = f"rank {culprit.rank} of {world_size} failed first: {how(culprit)}."
     if absent:
         headline = (
-            f"{_ranks(absent)} of {world_size} did not come to where others waited, until the "
-            f"timeout of rank {culprit.rank}, which failed first: {how(culprit)}."
+            f"{_ranks_in_words(absent)} of {world_size} did not come to where others waited, until "
+            f"the timeout of rank {culprit.rank}, which failed first: {how(culprit)}."
         )
     if others:
-        ranks = _ranks([failure.rank for failure in others])
+        ranks = _ranks_in_words([failure.rank for failure in others])
         headline += f" After it, and likely because of it, failed {ranks}."
     if culprit.lost_a_peer and ended_well:
-        who = _ranks(sorted(ended_well))
+        who = _ranks_in_words(sorted(ended_well))
         headline += f" But {who} had ended with exit code 0 while others went on: {_EARLY_STOP}"
-    own_error = None if culprit.told is None else culprit.told.error
+    first_error = None if culprit.told is None else culprit.told.error
     told = [
         f"Rank {failure.rank}: {failure.told.error}"
         for failure in others
-        if failure.told and not failure.lost_a_peer and failure.told.error != own_error
+        if failure.told and not failure.lost_a_peer and failure.told.error != first_error
     ]
     waiting = first_failure(others) if others and culprit.silent is Silent.STOPPED else None
     if waiting is not None and waiting.told is not None:
@@ -243,7 +243,7 @@ def how(failure: Failure) -> str:
     return f"exit code {failure.exit_code}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_MOST_RANKS_SHOWN])

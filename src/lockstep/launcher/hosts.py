@@ -26,11 +26,18 @@ from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption
-from lockstep.launcher.endpoint import Company, own_addresses, reach_endpoint
+from lockstep.launcher.endpoint import Company, local_addresses, reach_endpoint
 from lockstep.launcher.failures import Ended, Outcome, RankEnded
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.memory_files import memory_file
-from lockstep.world import Placement, Starter, connection_from, has_ended, own_end, rank_environment
+from lockstep.world import (
+    Placement,
+    Starter,
+    connection_from,
+    has_ended,
+    local_end,
+    rank_environment,
+)
 
 _ANY_PORT = 29500  # torch's own default
 _LEAST_SECONDS = 5.0  # to meet, once the store is there
@@ -138,12 +145,12 @@ class Host:
         self, meeting: Meeting, size: int, deadline: Deadline, company: Company
     ) -> tuple[list[int], list[str]]:
         """Tell the others of this host; return the number of ranks and the name of each host."""
-        own = self._number = self._take_number(meeting)
-        self._store.set(f"name/{own}", socket.gethostname())
-        Agreement.show_life(self._store, own)
-        self._store.set(f"end/{own}", "" if self._endpoint.is_held else own_end(meeting.port))
+        number = self._number = self._take_number(meeting)
+        self._store.set(f"name/{number}", socket.gethostname())
+        Agreement.show_life(self._store, number)
+        self._store.set(f"end/{number}", "" if self._endpoint.is_held else local_end(meeting.port))
         self._has_come = True
-        self._store.set(f"size/{own}", str(size))
+        self._store.set(f"size/{number}", str(size))
         sizes = self._wait_for_sizes(meeting, deadline, company)
         return sizes, [self._name(host) for host in range(self._num_hosts)]
 
@@ -233,7 +240,7 @@ class Host:
                     f"{meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
-                    f"{own_addresses()}"
+                    f"{local_addresses()}"
                 )
             time.sleep(_POLL_SECONDS)
         for host in hosts[1:]:

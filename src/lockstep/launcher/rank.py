@@ -228,8 +228,8 @@ def _pickle_main_by_value() -> None:
     import cloudpickle
 
     # In this order: how multiprocessing pickles a socket and torch a tensor, then cloudpickle.
-    own = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    table = {"dispatch_table": ChainMap(own, cloudpickle.Pickler.dispatch_table)}
+    reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    table = {"dispatch_table": ChainMap(reducers, cloudpickle.Pickler.dispatch_table)}
     bases = (reduction.ForkingPickler, cloudpickle.Pickler)
     reduction.ForkingPickler = type("ForkingPickler", bases, table)  # type: ignore[misc, assignment]
 

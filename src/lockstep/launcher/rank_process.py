@@ -106,8 +106,8 @@ class RankProcess:
         number = processes.ending_signal(self.pid)
         if number and number not in processes.ENDING_SIGNALS:  # those the launcher gets as well
             self.read_report()
-            own = Failure(self.rank, time.monotonic(), 128 + number, signal=number)
-            self.failure = self.failure or own
+            failure = Failure(self.rank, time.monotonic(), 128 + number, signal=number)
+            self.failure = self.failure or failure
 
     def note_stop(self) -> None:
         """Note whether the rank is stopped while others have failed, maybe as it didn't come."""
@@ -188,8 +188,8 @@ def fork_ranks(
                 for output in process.outputs:
                     os.close(output)
             outputs = [writing for _, writing in pipes]
-            own = status.ranks[rank]
-            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask, own)
+            shown = status.ranks[rank]
+            return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask, shown)
         of_rank.close()
         for _, writing in pipes:
             os.close(writing)

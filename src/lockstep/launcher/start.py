@@ -90,8 +90,8 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
     command = [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
     quiet = {} if meeting is None else quiet_environment()
     # The number of threads has to be there before torch is imported: OpenMP reads it once.
-    own = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
-    return descriptor, command, {**allocator_environment(), **quiet, **os.environ, **own}
+    variables = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}
+    return descriptor, command, {**allocator_environment(), **quiet, **os.environ, **variables}
 
 
 def launch(

@@ -93,10 +93,10 @@ def one_start_at_a_time() -> Iterator[None]:
 
     What libraries do around a fork may refuse another fork meanwhile: filelock on Python 3.12.
     """
-    start, lock, own = BaseProcess.start, threading.Lock(), os.getpid()
+    start, lock, pid = BaseProcess.start, threading.Lock(), os.getpid()
 
     def start_alone(self: BaseProcess) -> None:
-        with lock if os.getpid() == own else nullcontext():  # in a child it stays locked
+        with lock if os.getpid() == pid else nullcontext():  # in a child it stays locked
             start(self)
 
     BaseProcess.start = start_alone  # type: ignore[method-assign]

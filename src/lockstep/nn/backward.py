@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Step, context_of, in_all_contexts, join_state_of, uncompiled
+from lockstep.comm import Announced, context_of, in_all_groups, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
@@ -211,9 +211,9 @@ class BackwardSync:
         if len(engines) == 1 or self._engines.are_trained_together(engines):
             self._run_empty(engines[0])
 
-    def follow(self, engines: Sequence[Engine], step: Step) -> None:
+    def follow(self, engines: Sequence[Engine], step: Announced) -> None:
         """Take a step of a backward of ranks that still have data, which they have announced."""
-        if step is Step.BEGIN:
+        if step is Announced.BEGIN:
             self._begin_all(BackwardPass(generation=self._generation), engines)
         else:
             self._finish()
@@ -222,7 +222,7 @@ class BackwardSync:
         """Begin with the engines that any rank reaches; on this rank they are ``reached``."""
         asks = self._engines.have_to_be_told(self._group, reached)
         engines = set() if asks and backward.task is None else set(reached)
-        self._announce(Step.BEGIN, engines)
+        self._announce(Announced.BEGIN, engines)
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
             try:
@@ -238,7 +238,7 @@ class BackwardSync:
     ) -> tuple[set[Engine], bool]:
         return self._engines.on_any_rank(self._group, engines, fact)
 
-    def _announce(self, step: Step, engines: Collection[Engine]) -> None:
+    def _announce(self, step: Announced, engines: Collection[Engine]) -> None:
         """In join(), announce the next step to ranks without data."""
         join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
@@ -348,7 +348,7 @@ class BackwardSync:
         """Reduce all gradients of the backward that runs, if one does, and return it."""
         backward = self._backward
         if backward is None:
-            self._announce(Step.END, ())
+            self._announce(Announced.END, ())
             self._num_ended += 1
             return None
         outcome = None
@@ -356,7 +356,7 @@ class BackwardSync:
             with without_autograd():
                 for engine in backward.engines:
                     engine.pass_on_queued()
-                self._announce(Step.END, backward.engines)
+                self._announce(Announced.END, backward.engines)
                 for engine in backward.engines:
                     engine.reducer.launch_all_but_last()
                 self._begin_late(backward)
@@ -401,7 +401,7 @@ def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
 
 def all_engines() -> list[Engine]:
     """Return the engines of all groups of several ranks, those of a group by number."""
-    syncs = [sync for sync in in_all_contexts(BackwardSync) if not sync.is_alone]
+    syncs = [sync for sync in in_all_groups(BackwardSync) if not sync.is_alone]
     return [engine for sync in syncs for engine in sync.engines(copies=True)]
 
 

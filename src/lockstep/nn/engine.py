@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import any_rank, broadcast_tensors, can_share
+from lockstep.comm import any_rank, broadcast_tensors, can_exchange_buffers
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import (
     MIB,
@@ -170,7 +170,7 @@ class Engine:
         self._defer()
 
     def _defer(self) -> None:
-        can_defer = all(can_share(self.process_group, device) for device in self.devices)
+        can_defer = all(can_exchange_buffers(self.process_group, device) for device in self.devices)
         # Not parameters of the program's own classes, which would lose their methods.
         trained = {
             id(p)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lockstep.comm import JoinState, Step, broadcast_tensors, join_state_of, set_join_state
+from lockstep.comm import Announced, JoinState, broadcast_tensors, join_state_of, set_join_state
 from lockstep.errors import ModelError
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.engine import Engine
@@ -54,7 +54,7 @@ class UnevenLoop(JoinState):
         try:
             if error is None:
                 finish_failed(self._group)
-            while error is None and self.follow_step() is not Step.THROUGH:
+            while error is None and self.follow_step() is not Announced.THROUGH:
                 pass
         finally:
             self.close()
@@ -74,27 +74,27 @@ class UnevenLoop(JoinState):
         self._members += engines
         self.models.append(engines)
 
-    def follow_step(self) -> Step:
+    def follow_step(self) -> Announced:
         """Take part in the next step of the ranks that still have data, and return it."""
-        announcement = self.call(Step.THROUGH)
-        step = announcement.step
-        if step in (Step.GATHER, Step.SUM):
+        announcement = self.call(Announced.THROUGH)
+        step = announcement.kind
+        if step in (Announced.GATHER, Announced.SUM):
             self.follow(announcement)
             return step
-        if step is Step.UPDATE:
+        if step is Announced.UPDATE:
             self.follow_update(announcement)
             return step
         bits = enumerate(self._members)
         engines: list[Engine] = [one for bit, one in bits if announcement.detail >> bit & 1]
-        if step is Step.BEGIN and engines:
+        if step is Announced.BEGIN and engines:
             self._restore = self._restore or [*map(_own_gradients, self._members)]
             for engine in self._members:
                 if not engine.reducer.table.has_unreduced:
                     for parameter in engine.parameters:
                         parameter.grad = None
-        if step in (Step.BEGIN, Step.END) and engines:
+        if step in (Announced.BEGIN, Announced.END) and engines:
             backward_sync_of(self._group).follow(engines, step)
-        if step in (Step.END, Step.NOTHING):
+        if step in (Announced.END, Announced.NOTHING):
             self._done.update(engines)
         return step
 
@@ -146,13 +146,13 @@ class _JoinedModels(UnevenLoop):
         """Begin an iteration, with the forward of the first model."""
         before, now = self._num_backwards, {one: one.num_backwards for one in self._members}
         if over := [engine for engine in self._members if before.get(engine) == now[engine]]:
-            self.call(Step.NOTHING, self.mask(over))
+            self.call(Announced.NOTHING, self.mask(over))
         self._num_backwards = now
 
     def follow_iteration(self, engines: Sequence[Engine]) -> None:
         """Take part until the model of ``engines`` is done with the iteration on other ranks."""
         while not self._done.issuperset(engines):
-            if self.follow_step() is Step.THROUGH:
+            if self.follow_step() is Announced.THROUGH:
                 break
         self._done.difference_update(engines)
 

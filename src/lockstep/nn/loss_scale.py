@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep.comm import device_of_facts, gather_in_step, uncompiled
+from lockstep.comm import device_of_facts, gather_announced, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import engines_with, finish_failed
 from lockstep.nn.global_hooks import note_step, receive_gradients
@@ -60,7 +60,7 @@ def _agree(
     flags = [flag.to(scale) for flag in found.values()]
     is_here, is_any = torch.ones_like(scale), scale.new_tensor(bool(flags))
     own = torch.stack([is_here, is_any, sum(flags, torch.zeros_like(scale)), scale])
-    told = gather_in_step(group, own.to(device_of_facts(group), torch.float64))
+    told = gather_announced(group, own.to(device_of_facts(group), torch.float64))
     # In join(), those that have no more data tell zeros.
     there = [each for is_here, *each in torch.stack(told).tolist() if is_here]
     (any_by_rank, found_by_rank, scales) = zip(*there, strict=True)

@@ -16,7 +16,7 @@ from lockstep.comm import (
     device_of_facts,
     mean_divisor,
     start_all_reduce,
-    sum_in_step,
+    sum_announced,
     uncompiled,
     without_wait,
 )
@@ -159,7 +159,7 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
         for engine in sync.engines():
             if engine.is_stale:  # its model has changed since its last forward
                 sync.refresh(engine)
-        sum_in_step(group, own)
+        sum_announced(group, own)
         num_ranks = mean_divisor(group)
     return torch.cat([own, own.new_full((1,), num_ranks)])
 

@@ -22,7 +22,7 @@ from lockstep.arguments import (
     check_process_group,
     check_type,
 )
-from lockstep.comm import gather_in_step, sum_in_step, uncompiled
+from lockstep.comm import gather_announced, sum_announced, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
@@ -360,7 +360,7 @@ class _Normalize(torch.autograd.Function):
             # The part through which the loss of all ranks depends on the statistics.
             backward_sync_of(ctx.group).begin_before_collective()
             sums = torch.stack([d_bias, d_weight]).to(count.device).double()
-            sum_in_step(ctx.group, sums)
+            sum_announced(ctx.group, sums)
             to_bias, to_weight = _there(sums / count, mean)
             inverse = (variance + ctx.eps).rsqrt()
             factor = inverse if weight is None else inverse * weight
@@ -390,7 +390,7 @@ class _Total(torch.autograd.Function):
         ctx.name, ctx.group = name, group
         backward_sync_of(group).begin_before_collective()
         total = torch.cat([own, torch.stack([name, torch.ones_like(name)])])
-        sum_in_step(group, total)
+        sum_announced(group, total)
         names, count = total[-2:]
         are_same = torch.isclose(names, name * count, rtol=1e-9)
         if total.device.type != "cpu":
@@ -482,7 +482,7 @@ def _statistics(
         variance, mean = torch.var_mean(wide, dims, correction=0)
         mean, variance = (each.to(device).double() for each in (mean, variance))
         torch.cat([mean, variance * count, own.new_full((1,), count)], out=own)
-    everyone = torch.stack(gather_in_step(group, own))
+    everyone = torch.stack(gather_announced(group, own))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
     if _may_lack_values(input):

@@ -6,5 +6,5 @@ from .sharded_optimizer import has_own_state as has_own_state
 from .sharded_optimizer import inner_optimizer as inner_optimizer
 from .sharded_optimizer import shard_optimizer as shard_optimizer
 from .sharded_optimizer import sharding_of as sharding_of
-from .state import StatePart as StatePart
+from .state import LocalState as LocalState
 from .zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer

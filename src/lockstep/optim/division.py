@@ -26,7 +26,7 @@ from lockstep.optim.layout import in_order
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.repeats import Repeats
 from lockstep.optim.shard import MASTER, Shard, make_shards
-from lockstep.optim.state import StatePart, gather_state, parts_of_state, put_state
+from lockstep.optim.state import LocalState, gather_state, local_states, put_state
 from lockstep.optim.whole import whole_parameters
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Division:
             if not own:
                 continue
             overlaps = options.overlaps and can_overlap(ranks)
-            for part in _parts_of(own) if overlaps and not keeps_whole else [own]:
+            for part in _by_bucket(own) if overlaps and not keeps_whole else [own]:
                 flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
                 self.flats.append(flat)
                 self.shards += make(flat, [number[p] for p in part], options.master_dtype)
@@ -175,7 +175,7 @@ class Division:
         """Return the state of what isn't divided."""
         return without(self._optimizer.state, (shard.tensor for shard in self.shards))
 
-    def parts_to_come(self) -> list[StatePart]:
+    def states_to_come(self) -> list[LocalState]:
         """Return what a step would make of state that this rank's part doesn't have yet.
 
         The values say nothing.
@@ -188,11 +188,11 @@ class Division:
                 made[shard.tensor] = state_to_come(self._optimizer, shard.group, shard.tensor)
                 if shard.has_master:
                     made[shard.tensor][MASTER] = torch.empty_like(shard.tensor)
-        parts = parts_of_state(self.shards, made)
+        parts = local_states(self.shards, made)
         return [part for part in parts if part.parameter.requires_grad]
 
 
-def _parts_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _by_bucket(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divide parameters, in the order in which gradients become ready, as buckets are."""
     sizes, order = [parameter.nbytes for parameter in parameters], range(len(parameters))
     parts = assign_buckets(sizes, [None] * len(sizes), order, cap_bytes=_CAP_BYTES)

@@ -150,7 +150,7 @@ class FlatParameters:
         start = self.offset_of(first)
         return memory[start : self.offset_of(last) + last.stop - last.start].data
 
-    def own_part(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def local_part(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the values that this rank updates; a whole parameter has its own shape."""
         if self.keeps_whole:
             index = pieces[0].parameter

@@ -184,7 +184,7 @@ def _try(
     return verdict
 
 
-class _Part:
+class _TrialRank:
     """A copy of the optimizer that updates some of its stand-ins, as a rank would.
 
     Attributes:
@@ -257,12 +257,14 @@ class _Trial:
         self._has_moved = self._has_drawn = self.updates_all = False
         self.drops_gradients: bool | None = None
         try:
-            self._whole, self._again = _Part(self._make()), _Part(self._make())
-            self._parts: list[_Part] = []
-            self._few: list[_Part] = []
+            self._whole, self._again = _TrialRank(self._make()), _TrialRank(self._make())
+            self._parts: list[_TrialRank] = []
+            self._few: list[_TrialRank] = []
             if groups_by_rank is not None:
-                self._parts += [_Part(self._make(), own) for own in self._halves()]
-                self._few += [_Part(self._make(), own) for own in self._with_few(groups_by_rank)]
+                self._parts += [_TrialRank(self._make(), own) for own in self._halves()]
+                self._few += [
+                    _TrialRank(self._make(), own) for own in self._with_few(groups_by_rank)
+                ]
         except Exception as error:
             raise _NotTried(f"it can't be copied to try it ({_told(error)})") from error
         self._pool = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
@@ -345,11 +347,11 @@ class _Trial:
         if compares:
             self._differs = self._differs or self._differing_record(records)
 
-    def _tried(self) -> list[_Part]:
+    def _tried(self) -> list[_TrialRank]:
         """Return the parts that are still tried."""
         return self._parts + (self._few if self._num_steps <= _NUM_LACKING else [])
 
-    def _closure_of(self, part: _Part) -> _Closure | None:
+    def _closure_of(self, part: _TrialRank) -> _Closure | None:
         return _Closure(part) if self._takes_closure else None
 
     def _step_whole(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -368,7 +370,7 @@ class _Trial:
                         "one process, or take another optimizer"
                     ) from error
                 raise _NotTried(f"it can't be tried: its step raises {_told(error)}") from error
-            self._takes_closure, self._whole = True, _Part(self._make())
+            self._takes_closure, self._whole = True, _TrialRank(self._make())
             self._step_whole(gradients)
             return
         if closure is not None and closure.is_misused and self._in_parts:
@@ -397,7 +399,7 @@ class _Trial:
     def _call(self, name: str) -> None:
         """Call a method of the whole and of the parts."""
 
-        def call(part: _Part) -> None:
+        def call(part: _TrialRank) -> None:
             part.act(getattr(part.optimizer, name))
 
         try:
@@ -408,7 +410,7 @@ class _Trial:
         for part in self._tried():
             self._act(part, partial(call, part))
 
-    def _act(self, part: _Part, action: Callable[[], None]) -> None:
+    def _act(self, part: _TrialRank, action: Callable[[], None]) -> None:
         """Let a part act as the whole has: it may raise nothing and change only what it owns."""
         before = part.values()
         try:
@@ -464,7 +466,7 @@ class _Closure:
         is_misused: Whether it was called twice, or after a parameter had been changed.
     """
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: _TrialRank) -> None:
         self._stand_ins, self._versions = part.stand_ins, [p._version for p in part.stand_ins]
         self._num_calls, self.is_misused = 0, False
 

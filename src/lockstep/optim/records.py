@@ -81,14 +81,14 @@ def kept(kind: type[Optimizer]) -> Iterator[None]:
     These are those in attributes of the class, and those that its functions refer to.
     """
     noted = _small_containers(_noted_by(kind))
-    inner = _small_containers(one for each in noted for one in _parts_of(each))
+    inner = _small_containers(one for each in noted for one in _values_in(each))
     found: dict[int, _Container] = {id(each): each for each in noted + inner}
     before = [(each, each.copy()) for each in found.values()]
     try:
         yield
     finally:
         for each, contents in before:
-            if [*map(id, _parts_of(each))] != [*map(id, _parts_of(contents))]:
+            if [*map(id, _values_in(each))] != [*map(id, _values_in(contents))]:
                 each.clear()
                 (each.update if isinstance(each, dict | set) else each.extend)(contents)
 
@@ -118,5 +118,5 @@ def _small_containers(values: Iterable[object]) -> list[_Container]:
     ]
 
 
-def _parts_of(value: _Container) -> list[Any]:
+def _values_in(value: _Container) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]

@@ -29,7 +29,7 @@ from lockstep.optim.differences import differing_names, have_same_bits, numbers_
 from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.layout import Piece
-from lockstep.optim.shard import Part, Shard
+from lockstep.optim.shard import LocalGroup, Shard
 from lockstep.optim.state import decoded, encoded, put_state
 from lockstep.optim.uneven import gather_json
 from lockstep.optim.whole import WholeParameter
@@ -226,7 +226,7 @@ class Repeats:
                         shard = _Repeated(flat, index, groups[parameter], master_dtype)
                     pairs.append(_Pair(parameter, shard, is_first=is_first))
 
-    def begin(self, parts: Sequence[Part], state: DividedState) -> None:
+    def begin(self, parts: Sequence[LocalGroup], state: DividedState) -> None:
         """Let the optimizer repeat updates, as part of ``parts``.
 
         No rank may have begun to update parameters. Every rank must call it; it may block.

@@ -47,7 +47,7 @@ class Shard:
         master_dtype: torch.dtype | None = None,
     ) -> None:
         self.flat, self.pieces, self.group = flat, list(pieces), group
-        self.tensor = self.values = flat.own_part(pieces)
+        self.tensor = self.values = flat.local_part(pieces)
         self._master_dtype = master_dtype
         dtype = update_dtype(self.values.dtype, master_dtype)
         self.has_master = dtype is not self.values.dtype
@@ -155,7 +155,7 @@ class Shard:
         return shards
 
 
-class Part(NamedTuple):
+class LocalGroup(NamedTuple):
     """What a rank updates of a group: tensors with gradients, and shards with unsummed ones."""
 
     summed: list[torch.Tensor]
@@ -169,7 +169,7 @@ class GroupsByShard(list[dict[str, Any]]):
     little memory.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[Part]) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], parts: Sequence[LocalGroup]) -> None:
         super().__init__(groups)
         self._parts = parts
         for group, part in zip(groups, parts, strict=True):

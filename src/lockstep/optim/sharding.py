@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import (
-    Step,
+    Announced,
     add_update,
     join_state_of,
     uncompiled,
@@ -31,8 +31,8 @@ from lockstep.optim.division import Division, GroupsOf, Options
 from lockstep.optim.flat import FlatParameters, Progress
 from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state
-from lockstep.optim.shard import GroupsByShard, Part, Shard
-from lockstep.optim.state import StatePart, parts_of_state, stand_ins
+from lockstep.optim.shard import GroupsByShard, LocalGroup, Shard
+from lockstep.optim.state import LocalState, local_states, stand_ins
 from lockstep.optim.uneven import gather_json, take_gradients, take_options
 
 _PROGRESS = {
@@ -81,8 +81,8 @@ class Sharding:
         self._updates_all, self._drops_gradients = updates_all, drops_gradients
         self._options = Options(groups_of, master_dtype, overlaps)
         # Not the code that torch.compile() made of it, which takes no list of another class.
-        own_step: Any = optimizer.step
-        self._own_step = getattr(own_step, "_torchdynamo_orig_callable", own_step)
+        original_step: Any = optimizer.step
+        self._original_step = getattr(original_step, "_torchdynamo_orig_callable", original_step)
         # For each flat memory, the parameters that this step updates.
         self._updated: dict[FlatParameters, Sequence[nn.Parameter]] = {}
         # During a step, the program's groups and their parameters; and the number of nested calls
@@ -93,14 +93,14 @@ class Sharding:
         self._numbers: dict[dist.ProcessGroup, int] = {}
         refresh_engines_of(p for group in optimizer.param_groups for p in group["params"])
         self._arrange(optimizer.state)
-        self._own_hooks: tuple[RemovableHandle, ...] = ()
+        self._step_hooks: tuple[RemovableHandle, ...] = ()
         if (known := known_base(type(optimizer))) is not None:
             divide_base_step(optimizer, known, self._step_of_base)
         else:
             before = optimizer.register_step_pre_hook(self._before_step)
-            self._own_hooks = before, optimizer.register_step_post_hook(self._after_step)
+            self._step_hooks = before, optimizer.register_step_post_hook(self._after_step)
 
-        @wraps(self._own_step)  # which a learning rate scheduler may have marked
+        @wraps(self._original_step)  # which a learning rate scheduler may have marked
         def step(_: Optimizer, *args: Any, **options: Any) -> Any:
             return self._step(*args, **options)
 
@@ -187,14 +187,14 @@ class Sharding:
         # first after it.
         pre: Any = self._optimizer._optimizer_step_pre_hooks
         post: Any = self._optimizer._optimizer_step_post_hooks
-        if self._own_hooks:
-            before, after = self._own_hooks
+        if self._step_hooks:
+            before, after = self._step_hooks
             pre.move_to_end(before.id)
             post.move_to_end(after.id, last=False)
         self._depth = 0
         self._num_steps += 1
         try:
-            return self._own_step(*args, **options)
+            return self._original_step(*args, **options)
         finally:
             self._depth = 0
             self._put_parameters_back()
@@ -241,7 +241,7 @@ class Sharding:
         self._refresh()
         groups = self._optimizer.param_groups
         self._replaced = groups, [group["params"] for group in groups]
-        parts = [Part([*own], []) for own in self._division.local]
+        parts = [LocalGroup([*own], []) for own in self._division.local]
         self._division.shards = [
             shard for flat in self._division.flats for shard in self._take_gradients(flat, parts)
         ]
@@ -257,7 +257,7 @@ class Sharding:
         self._division.state.set_marked(False)
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
-    def _take_gradients(self, flat: FlatParameters, parts: list[Part]) -> list[Shard]:
+    def _take_gradients(self, flat: FlatParameters, parts: list[LocalGroup]) -> list[Shard]:
         """Set the gradients of the shards of ``flat``; add the shards to ``parts``; return them."""
         shards = [shard for shard in self._division.shards if shard.flat is flat]
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
@@ -353,7 +353,7 @@ class Sharding:
                 "know of it, and its work is divided among all. Use lockstep.join(model), or pass "
                 "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
             )
-        active = state.call(Step.UPDATE, number).active
+        active = state.call(Announced.UPDATE, number).active
         take_options(self._optimizer, ranks, active[0])
         if len(active) < ranks.size():
             take_gradients(self._parameters_of(ranks), ranks, active[0])
@@ -396,9 +396,9 @@ class Sharding:
             whole = {}
         return self._as_state_dict(whole)
 
-    def own_state_dict(
+    def local_state_dict(
         self, *, on_all_hosts: bool = False
-    ) -> tuple[dict[str, Any], list[StatePart]]:
+    ) -> tuple[dict[str, Any], list[LocalState]]:
         """Return the state dict without divided state, and this rank's part of the divided state.
 
         Every rank must call it. If each host has all state, ranks of other hosts than the first
@@ -406,7 +406,7 @@ class Sharding:
         """
         self._prepare()
         shards = [shard for shard in self._division.shards if on_all_hosts or shard.flat.is_first]
-        parts = [*parts_of_state(shards, self._optimizer.state)]
+        parts = [*local_states(shards, self._optimizer.state)]
         return self._as_state_dict(self._division.local_state()), parts
 
     @property
@@ -414,12 +414,12 @@ class Sharding:
         """The process groups among whose ranks it divides steps."""
         return [*self._numbers]
 
-    def parts_to_come(self) -> list[StatePart]:
+    def states_to_come(self) -> list[LocalState]:
         """Return what a step would make of state that this rank's part doesn't have yet.
 
-        The values say nothing. Call it after :meth:`own_state_dict`.
+        The values say nothing. Call it after :meth:`local_state_dict`.
         """
-        return self._division.parts_to_come()
+        return self._division.states_to_come()
 
     def owned(self) -> dict[torch.Tensor, tuple[int, int]]:
         """Return for each divided parameter the range of elements that this rank updates.

@@ -20,7 +20,7 @@ from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
 from lockstep.tree import Collector, Header, decode, from_flat
 
 
-class StatePart(NamedTuple):
+class LocalState(NamedTuple):
     """The state of those elements of a parameter that one rank updates."""
 
     parameter: torch.Tensor
@@ -29,7 +29,7 @@ class StatePart(NamedTuple):
     once: dict[str, Any]  # all other state, such as the number of steps
 
 
-def parts_of_state(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterator[StatePart]:
+def local_states(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterator[LocalState]:
     """Yield this rank's part of the state, by shard and parameter."""
     for shard in shards:
         own = shard.state_in(state) or {}
@@ -42,7 +42,7 @@ def parts_of_state(shards: Iterable[Shard], state: Mapping[Any, State]) -> Itera
         for piece in shard.pieces if own else ():
             place = slice(None) if shard.flat.keeps_whole else shard.place_of(piece)
             parts = {name: value[place] for name, value in by_element.items()}
-            yield StatePart(shard.flat.parameters[piece.parameter], piece.start, parts, once)
+            yield LocalState(shard.flat.parameters[piece.parameter], piece.start, parts, once)
 
 
 def gather_state(

@@ -24,15 +24,15 @@ def leave_undivided(optimizer: Optimizer) -> None:
 
 def draw_alike(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> None:
     """Let its steps draw the random numbers of rank 0 on every rank of ``groups``."""
-    own_step: Any = optimizer.step
+    original_step: Any = optimizer.step
 
-    @wraps(own_step)  # which a learning rate scheduler may have marked
+    @wraps(original_step)  # which a learning rate scheduler may have marked
     @uncompiled
     def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         with _DrawsAlike(optimizer, groups) as draws:
             if closure is not None:
                 options["closure"] = draws.wrapped(closure)
-            return own_step(**options)
+            return original_step(**options)
 
     vars(optimizer).update(step=MethodType(step, optimizer))
 

@@ -23,7 +23,7 @@ from .network import connection_from as connection_from
 from .network import first_reached as first_reached
 from .network import has_ended as has_ended
 from .network import is_loopback as is_loopback
-from .network import own_end as own_end
+from .network import local_end as local_end
 from .network import reached as reached
 from .network import resolved as resolved
 from .rendezvous import first_line as first_line

@@ -123,15 +123,15 @@ def samples_of(
     named: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]],
 ) -> list[Sample]:
     """Return samples of parameters by their names, with the elements and those of gradients."""
-    parts = [(name, value, value[:0] if own is None else own) for name, value, own in named]
+    parts = [(name, value, value[:0] if grad is None else grad) for name, value, grad in named]
     if not parts:
         return []
     # At once, as each look at a GPU's values waits for it.
     device = parts[0][1].device
-    every = [each.to(device, torch.float64) for _, value, own in parts for each in (own, value)]
+    every = [each.to(device, torch.float64) for _, value, grad in parts for each in (grad, value)]
     numbers, found, start = torch.cat(every).tolist(), [], 0
-    for name, value, own in parts:
-        middle, end = start + len(own), start + len(own) + len(value)
+    for name, value, gradient in parts:
+        middle, end = start + len(gradient), start + len(gradient) + len(value)
         tolerance = _TOLERANCE if value.dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
         found.append(Sample(name, numbers[start:middle], numbers[middle:end], tolerance))
         start = end

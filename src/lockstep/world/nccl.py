@@ -16,7 +16,7 @@ _INTERFACES, _FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 _log = logging.getLogger("lockstep")
 
 
-def check_nccl_interfaces(environ: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+def check_nccl_interfaces(environ: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
     """Return the interfaces that NCCL_SOCKET_IFNAME leaves to NCCL; none if it isn't set.
 
     It has beginnings of names, with commas between them. With ``=`` before the first one they are
@@ -47,7 +47,7 @@ def check_nccl_interfaces(environ: Mapping[str, str], own: Mapping[str, str]) ->
     family = {"AF_INET": False, "AF_INET6": True}.get(environ.get(_FAMILY, ""))
     usable = {
         address: name
-        for address, name in own.items()
+        for address, name in local.items()
         if family in (None, is_ipv6(address)) and not (is_ipv6(address) and is_loopback(address))
     }
     found = [name for name in dict.fromkeys(usable.values()) if is_used(name)]

@@ -133,7 +133,7 @@ def first_reached(found: Sequence[str], port: int, seconds: float) -> str:
     return there[0]
 
 
-def own_end(port: int) -> str:
+def local_end(port: int) -> str:
     """The address from which this process is connected to ``port``; "" if it isn't."""
     ends = (_name(connection.getsockname()) for _, connection in connections(port))
     return next(ends, "")

@@ -38,17 +38,17 @@ class HostsOfRun:
 
     def __init__(self, store: dist.Store, place: Placement, timeout: timedelta) -> None:
         self._store, self._place, self._timeout = store, place, timeout
-        own = None if place.master is None else own_address_towards(*place.master)
-        notes = self._tell("networks", [this_network(), own])
+        towards = None if place.master is None else own_address_towards(*place.master)
+        notes = self._tell("networks", [this_network(), towards])
         networks = [network for network, _ in notes]
         self._leaders = [networks.index(network) for network in dict.fromkeys(networks)]
         self._leader = networks.index(this_network())
         self.is_one = len(self._leaders) == 1
-        if own is None or is_local(own):
+        if towards is None or is_local(towards):
             # The host that all others go to may know itself only by such an address.
             others = [other for _, other in notes if other is not None and not is_local(other)]
-            own = own_address_towards(others[0], 9) if others else None
-        self._towards_others = own
+            towards = own_address_towards(others[0], 9) if others else None
+        self._towards_others = towards
 
     def _tell(self, subject: str, note: object) -> list[Any]:
         """Tell ``note``, and return those of all ranks."""
@@ -99,10 +99,10 @@ class HostsOfRun:
 
     def _on(self, interface: str | None) -> list[str]:
         """This host's addresses for others, on this interface; that towards them comes first."""
-        own = addresses()
-        found = [address for address in own if interface in (None, own[address])]
+        local = addresses()
+        found = [address for address in local if interface in (None, local[address])]
         if interface is not None and not found:
-            there = ", ".join(f"{name} ({address})" for address, name in own.items())
+            there = ", ".join(f"{name} ({address})" for address, name in local.items())
             raise InitError(
                 f"GLOO_SOCKET_IFNAME names {interface!r}, but host {socket.gethostname()} has no "
                 f"such network interface with an address. It has {there or 'none'}. Name one of "
@@ -126,9 +126,9 @@ def _listen(found: Sequence[str], stack: ExitStack) -> Iterator[tuple[str, int]]
 
 def _reached(tried: Sequence[_Offers]) -> list[list[str]]:
     """Of each host, the addresses that this one reaches; what is its own belongs to no other."""
-    own = addresses()
+    local = addresses()
     places = [
-        [(address, port) for each in theirs for address, port in each if address not in own]
+        [(address, port) for each in theirs for address, port in each if address not in local]
         for theirs in tried
     ]
     found = answering([place for theirs in places for place in theirs], _TRY_SECONDS)
@@ -167,11 +167,11 @@ def _missing(
     """Who doesn't reach whom, and where."""
     told = []
     for host, name in enumerate(names):
-        own = [address for each in offers[host] for address, _ in each]
-        if not own:
+        offered = [address for each in offers[host] for address, _ in each]
+        if not offered:
             told.append(f"host {host} ({name}) has no address for others")
         for other, theirs in enumerate(reached):
-            if other != host and (lost := [a for a in own if a not in theirs[host]]):
+            if other != host and (lost := [a for a in offered if a not in theirs[host]]):
                 told.append(
                     f"host {other} ({names[other]}) doesn't reach host {host} ({name}) at "
                     + " or ".join(lost)

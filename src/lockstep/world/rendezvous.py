@@ -104,13 +104,13 @@ def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
     Raises:
         ContradictoryInit: If a process is this rank already.
     """
-    key, own = _claim_of(place.rank), _claimant(_process(os.getpid()))
+    key, this_process = _claim_of(place.rank), _claimant(_process(os.getpid()))
 
     def claimed() -> str:
-        other = store.compare_set(key, "", own).decode()
+        other = store.compare_set(key, "", this_process).decode()
         if not (is_another := _is_another(other, place)):
             # In place of a process that has ended: the run was restarted.
-            store.set(key, own)
+            store.set(key, this_process)
         return other if is_another else ""
 
     if other := ask(place, claimed, timeout):
@@ -208,16 +208,16 @@ def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> d
     """Hold the store open on this rank; on loopback, if that is where the ranks meet."""
     options: dict[str, Any] = {"multi_tenant": True}
     try:
-        own = host
+        address = host
         if host in ("localhost", "::1") or host.startswith("127."):
             # Told 127.0.0.1, a TCPStore listens on every interface unless it is handed a socket.
             found, backlog = resolved(host, port), max(128, place.world_size)
             family, where = found.get("127.0.0.1") or next(iter(found.values()))
             listener = socket.create_server(where, family=family, backlog=backlog)
-            own, port, *_ = listener.getsockname()
+            address, port, *_ = listener.getsockname()
             options = {"master_listen_fd": listener.detach()}
         options |= {"is_master": True, "wait_for_workers": False, "timeout": timeout}
-        return dist.TCPStore(own, port, place.world_size, **options)
+        return dist.TCPStore(address, port, place.world_size, **options)
     except (OSError, RuntimeError) as error:
         # Not asked at the port: another program may listen there, and never answer.
         if (first := _file_of_rank_0(_name_of_port(host, port))) is not None:
@@ -380,8 +380,7 @@ def _launching_process() -> str:
     ancestor = os.getppid()
     while ancestor > 1 and Path(f"/proc/{ancestor}/comm").read_text().strip() not in _MPI_DAEMONS:
         ancestor = int(stat_fields(ancestor)[1])
-    pid = ancestor if ancestor > 1 else os.getppid()
-    return f"{pid}-{stat_fields(pid)[19]}"
+    return _process(ancestor if ancestor > 1 else os.getppid())
 
 
 def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
@@ -394,9 +393,9 @@ def _meet_through_mpi(place: Placement, timeout: timedelta) -> dist.TCPStore:
             "install mpi4py: pip install 'torch-lockstep[mpi]'."
         ) from error
     # Not a name, which may be resolved otherwise elsewhere, or nowhere.
-    own = [address for address in addresses() if not is_local(address)] or [*addresses()]
-    store = _open_store(place, own[0], 0, timeout) if place.rank == 0 else None
-    found, port = MPI.COMM_WORLD.bcast((own, store.port) if store else None)
+    local = [address for address in addresses() if not is_local(address)] or [*addresses()]
+    store = _open_store(place, local[0], 0, timeout) if place.rank == 0 else None
+    found, port = MPI.COMM_WORLD.bcast((local, store.port) if store else None)
     return store or _connect(place, found, port, timeout)
 
 

@@ -124,10 +124,10 @@ def _name_of(optimizer: Optimizer, position: int) -> str:
 
 def _is_any_in_a_wrapper(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether torch's wrappers have one of them. It looks at all objects of the program, once."""
-    own = {*map(id, parameters)}
+    ids = {*map(id, parameters)}
     modules = (
         value
         for value in gc.get_objects()
         if type(value).__name__ in _WRAPPERS and isinstance(value, nn.Module)
     )
-    return any(id(parameter) in own for module in modules for parameter in module.parameters())
+    return any(id(parameter) in ids for module in modules for parameter in module.parameters())

@@ -109,12 +109,12 @@ when_joined: list[Callable[[World], None]] = []
 @contextmanager
 def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
     """Let ``init()`` in this thread join the others at ``store`` as the rank of ``placement``."""
-    own = rank_context()
-    own.init_state = RankContext(placement, store)
+    context = rank_context()
+    context.init_state = RankContext(placement, store)
     try:
         yield
     finally:
-        own.init_state = None
+        context.init_state = None
 
 
 class _Wanted(NamedTuple):
@@ -225,9 +225,9 @@ def device_in(group: dist.ProcessGroup) -> torch.device | None:
 
 def this_rank() -> int:
     """The number of this rank, which need not have joined the others."""
-    own: RankContext | None = rank_context().init_state
-    if own is not None and own.placement is not None:
-        return own.placement.rank
+    context: RankContext | None = rank_context().init_state
+    if context is not None and context.placement is not None:
+        return context.placement.rank
     return dist.get_rank() if dist.is_initialized() else detect(os.environ).rank
 
 
@@ -303,8 +303,8 @@ def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -
     if not place.on_one_host and not (hosts := HostsOfRun(store, place, timeout)).is_one:
         chosen = hosts.agree(gloo_interfaces(os.environ))
         bind_gloo(chosen)
-        own = addresses()
-        names = ",".join(own.get(address, "") for address in chosen)
+        local_addresses = addresses()
+        names = ",".join(local_addresses.get(address, "") for address in chosen)
         _log.info("Rank %d: Gloo listens at %s (%s)", place.rank, ",".join(chosen), names)
         interface = gloo_environment(names)
     # In the environment for the children too, which are on the same host.

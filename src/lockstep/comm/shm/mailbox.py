@@ -218,9 +218,11 @@ class SocketMailbox(Mailbox):
                     "Raise the limit (ulimit -n)."
                 )
                 # No later message of this peer can be received either.
-                own = self._members[self._rank]
-                text = f"Rank {own} could not take a message of rank {self._members[peer]}: {error}"
-                self._transport.break_off(PeerLost(text, [own], "recv"))
+                rank = self._members[self._rank]
+                text = (
+                    f"Rank {rank} could not take a message of rank {self._members[peer]}: {error}"
+                )
+                self._transport.break_off(PeerLost(text, [rank], "recv"))
                 raise error
             if notice == _NOTICE:
                 return True

@@ -126,11 +126,11 @@ def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
     known = rank_context()
 
     def run() -> T:
-        own, _current.context = _current.context, known
+        before, _current.context = _current.context, known
         try:
             return target()
         finally:
-            _current.context = own
+            _current.context = before
 
     return run
 
@@ -211,11 +211,11 @@ def a_rank_of(launch: RankThreads) -> Iterator[None]:
 
     See Note [Worlds of threads].
     """
-    own = rank_context()
-    launch.contexts.append(own)
+    context = rank_context()
+    launch.contexts.append(context)
     with _isolation:
-        own.world, own.launch = _RankWorld(), launch
+        context.world, context.launch = _RankWorld(), launch
         try:
             yield
         finally:
-            own.world, own.launch = None, RankThreads()
+            context.world, context.launch = None, RankThreads()
