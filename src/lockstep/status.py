@@ -251,6 +251,8 @@ class RunStatus:
         kinds = {"version": int, "pid": int, "program": str, "at": int}
         if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
             return {}
+        if abs(found["at"]) >= 1 << 63:  # a time, as a rank that runs wild may leave it
+            return {}
         return found | {"program": printable(found["program"])}
 
 

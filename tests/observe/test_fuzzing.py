@@ -324,6 +324,38 @@ def test_any_memory_of_ranks_is_shown(
         assert b"\x07" not in drawn, seed
 
 
+DUMP = b"""Thread 0x00007f0a (most recent call first):
+  File "/usr/lib/python3/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f0b (most recent call first):
+  File "/home/me/train.py", line 12 in step
+  File "/home/me/train.py", line 40 in <module>
+  File "/usr/lib/python3/runpy.py", line 88 in _run_code
+"""
+
+
+@mutations(300)
+def test_any_dump_of_stacks_is_shown(num_mutations: int) -> None:
+    for seed in range(num_mutations):
+        text = mutated(DUMP, random.Random(seed)).decode(errors="replace")
+        with watched(len(text)):
+            for frame in attach._main_stack(text):
+                assert not _UNPRINTABLE.search(str(frame)), seed
+
+
+def test_a_number_of_thousands_of_digits_is_no_line_and_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digits = "9" * 5000
+    text = DUMP.decode().replace("line 40 ", f"line {digits} ")
+    assert [frame.line for frame in attach._main_stack(text)] == [12, 88]
+    run = RunStatus.create("train.py", 1)
+    facts = bytes(run._memory[:200]).split(b"\0")[0]
+    changed = re.sub(rb'"at": \d+', b'"at": 1' + b"0" * 400, facts)
+    run._memory[: len(changed)] = changed
+    assert run.facts == {}
+
+
 @mutations(60)
 def test_any_log_is_continued_or_told_of(
     num_mutations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,9 @@ _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
 _COLUMNS = ("rank", "process", "steps", "state", "at")
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_MOST_DUMP_BYTES = 8 << 20  # of 100 frames of 100 threads, the most that Python dumps
+# A number of more digits is none of faulthandler's, and of thousands none of Python's.
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 # The function of the launcher that calls the program.
 _STARTERS = ("_run_script", "_run_module", "_call")
@@ -162,7 +164,7 @@ def _dump(rank: RankState) -> str:
                     break
                 size = os.fstat(file.fileno()).st_size
             file.seek(0)
-            return file.read().decode(errors="replace")
+            return file.read(_MOST_DUMP_BYTES).decode(errors="replace")
     except OSError:  # it has ended
         return ""
 
