@@ -16,10 +16,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Generic, NamedTuple, overload
+from typing import Generic, NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.columns import Chosen, Columns, Row, as_columns
+from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns
 from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, slowest_loader
 
 # What a rank does by itself; "other" is what no span tells.
@@ -104,24 +104,18 @@ class Summary(NamedTuple):
     num_cores: int | None  # of that host; None if the ranks compute on other devices
 
 
-class _OfRanks(Sequence[Sequence[Share]]):
-    """Steps: of each, the shares of all ranks, which follow each other in ``rows``."""
+class _OfRanks(Rows[Sequence[Share]]):
+    """Steps: of each, the shares of all ranks, which follow each other."""
 
-    def __init__(self, rows: Columns[Share], num_ranks: int, steps: range) -> None:
-        self._rows, self._num_ranks, self._steps = rows, num_ranks, steps
+    def __init__(self, found: Columns[Share], num_ranks: int) -> None:
+        self._shares, self._num_ranks = found, num_ranks
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._shares) // self._num_ranks
 
-    @overload
-    def __getitem__(self, index: int) -> Sequence[Share]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sequence[Share]]: ...
-    def __getitem__(self, index: int | slice) -> Sequence[Share] | Sequence[Sequence[Share]]:
-        if isinstance(index, slice):
-            return _OfRanks(self._rows, self._num_ranks, self._steps[index])
-        first = self._steps[index] * self._num_ranks
-        return [*self._rows[first : first + self._num_ranks]]
+    def _row(self, index: int) -> Sequence[Share]:
+        first = range(len(self))[index] * self._num_ranks
+        return [*self._shares[first : first + self._num_ranks]]
 
 
 def shares(ranks: Sequence[RankSpans]) -> Sequence[Sequence[Share]]:
@@ -142,7 +136,7 @@ def shares(ranks: Sequence[RankSpans]) -> Sequence[Sequence[Share]]:
                 found.append(_share(number, step, last))
     if not found:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
-    return _OfRanks(found, len(ranks), range(len(found) // len(ranks)))
+    return _OfRanks(found, len(ranks))
 
 
 class ByStep(Generic[Row]):
@@ -384,9 +378,14 @@ def collective_bytes(found: RankSpans) -> Counter[int]:
     return sizes
 
 
+def counted_of(steps: Sequence[Sequence[Share]]) -> Sequence[Sequence[Share]]:
+    """Return the steps without the first one, which is like no other, if there are enough."""
+    return steps[1:] if len(steps) > 2 else steps
+
+
 def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Summary:
-    """Return what the report begins with; the first step, which is like no other, doesn't count."""
-    counted = steps[1:] if len(steps) > 2 else steps
+    """Return what the report begins with."""
+    counted = counted_of(steps)
     lengths, numbers = array("d"), set[int]()
     sums, phases = Counter[str](), Counter[str]()
     between = Counter[tuple[str, str]]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import torch
 
-Row = TypeVar("Row", bound=tuple[Any, ...])
+Row = TypeVar("Row")
 # By the type of an array, what torch calls its elements; and how many bits these have for a number.
 _DTYPES = {"b": torch.int8, "h": torch.int16, "i": torch.int32, "q": torch.int64}
 _BITS = 7, 15, 31
@@ -18,8 +19,29 @@ _NUM_PARTS = 32
 _MOST_VALUES = 1 << 16  # of words, each of which takes more memory than in a file
 
 
-class Columns(Sequence[Row], Generic[Row]):
-    """Rows of the NamedTuple ``kind``, each of which is made when it is asked for.
+class Rows(Sequence[Row], ABC, Generic[Row]):
+    """Rows, each of which is made when it is asked for."""
+
+    @abstractmethod
+    def _row(self, index: int) -> Row:
+        """Make a row.
+
+        Raises:
+            IndexError: If there is none.
+        """
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chosen[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Chosen[Row]:
+        if isinstance(index, slice):
+            return Chosen(self, range(len(self))[index])
+        return self._row(index)
+
+
+class Columns(Rows[Row]):
+    """Rows of the NamedTuple ``kind``.
 
     A column is an array, as wide as its largest number needs. Anything else has the number of its
     place among all values of its column, and a dictionary of numbers that of its pairs. As a tuple
@@ -42,18 +64,12 @@ class Columns(Sequence[Row], Generic[Row]):
     def __len__(self) -> int:
         return len(self._columns[0])
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Chosen[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Chosen[Row]:
-        if isinstance(index, slice):
-            return Chosen(self, range(len(self))[index])
+    def _row(self, index: int) -> Row:
         pairs = zip(self._columns, self._values, strict=True)
         return self._make([c[index] if v is None else v.at(c[index]) for c, v in pairs])
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self._make, zip(*map(self.of, self._names), strict=True))
+        return self.at(range(len(self)))
 
     def at(self, places: Sequence[int]) -> Iterator[Row]:
         """Yield the rows at some places."""
@@ -79,18 +95,19 @@ class Columns(Sequence[Row], Generic[Row]):
             OverflowError: If a number is too large.
             ValueError: If a column has too many values that are no numbers.
         """
-        for index, (values, value) in enumerate(zip(self._values, row, strict=True)):
+        parts: Any = row
+        for index, (values, value) in enumerate(zip(self._values, parts, strict=True)):
             number: int = value if values is None else values.place_of(value)
             try:
                 self._columns[index].append(number)
             except OverflowError:
                 self._widened(index, number).append(number)
 
-    def set(self, index: int, name: str, value: object) -> None:
+    def set(self, index: int, name: str, value: Any) -> None:
         """Change a value of a row."""
         column = self._names.index(name)
         values = self._values[column]
-        number: Any = value if values is None else values.place_of(value)
+        number: int = value if values is None else values.place_of(value)
         try:
             self._columns[column][index] = number
         except OverflowError:
@@ -149,8 +166,8 @@ class Columns(Sequence[Row], Generic[Row]):
             del column[len(taken) :]
 
 
-class Chosen(Sequence[Row], Generic[Row]):
-    """Some rows of others, by their places there: they are made when they are asked for."""
+class Chosen(Rows[Row]):
+    """Some rows of others, by their places there."""
 
     def __init__(self, rows: Sequence[Row], places: Sequence[int]) -> None:
         self._rows, self._places = rows, places
@@ -158,13 +175,7 @@ class Chosen(Sequence[Row], Generic[Row]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Chosen[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Chosen[Row]:
-        if isinstance(index, slice):
-            return Chosen(self._rows, self._places[index])
+    def _row(self, index: int) -> Row:
         return self._rows[self._places[index]]
 
     def __iter__(self) -> Iterator[Row]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import spans
 from lockstep.comm import uncompiled
 
-_CONTEXTS = (torch.no_grad, torch.inference_mode, torch.set_grad_enabled)
+# What may switch gradients off.
+CONTEXTS = (torch.no_grad, torch.inference_mode, torch.set_grad_enabled)
 
 
 class EvaluationWatch:
@@ -76,37 +75,3 @@ def _some(module: nn.Module) -> Iterator[nn.Parameter]:
         if number == 16:
             return
         yield parameter
-
-
-class _Recorder(Protocol):
-    def enter_context(self, context: object) -> None: ...
-
-    def leave_context(self, context: object) -> None: ...
-
-
-def watch_contexts(recorder: _Recorder, undo: ExitStack) -> None:
-    """Tell ``recorder`` of contexts without gradients, until ``undo`` is closed."""
-    for kind in _CONTEXTS:
-        _wrap(kind, recorder, undo)
-
-
-def _wrap(kind: Any, recorder: _Recorder, undo: ExitStack) -> None:
-    enter, leave = kind.__enter__, kind.__exit__
-
-    @uncompiled
-    def entering(context: Any) -> Any:
-        result = enter(context)
-        recorder.enter_context(context)
-        return result
-
-    @uncompiled
-    def leaving(context: Any, *error: Any) -> Any:
-        recorder.leave_context(context)
-        return leave(context, *error)
-
-    kind.__enter__, kind.__exit__ = entering, leaving
-
-    def put_back() -> None:
-        kind.__enter__, kind.__exit__ = enter, leave
-
-    undo.callback(put_back)

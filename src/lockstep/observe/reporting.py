@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
-from lockstep.observe.analysis import PHASES, Share, Summary, shares, summary
+from lockstep.observe.analysis import PHASES, Share, Summary, counted_of, shares, summary
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans
@@ -50,7 +50,7 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     ranks = read_folder(path)
     steps = shares(ranks)
     found = summary(ranks, steps)
-    counted = steps[1:] if len(steps) > 2 else steps
+    counted = counted_of(steps)
     columns, rows = _where(ranks, counted)
     pace, samples = rate(ranks, counted), global_batch(ranks)
     words, facts = in_words(found), _facts(found, pace, samples)

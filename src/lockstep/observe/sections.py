@@ -118,7 +118,7 @@ def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sec
     for number, uses in sorted(by_number.items()):
         one = uses[0]
         workers = f"{one.workers}" + ", kept" * (one.workers > 0 and one.persistent)
-        numbers_of = [statistics.fmean(u.num_firsts + u.num_others for u in uses)]
+        number_of = statistics.fmean(u.num_firsts + u.num_others for u in uses)
         times = [
             (sum(u.firsts for u in uses), sum(u.num_firsts for u in uses)),
             (sum(u.others for u in uses), sum(u.num_others for u in uses)),
@@ -128,7 +128,7 @@ def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sec
                 f"{one.dataset} ({number})",
                 "training" if any(u.trains for u in uses) else "evaluation",
                 workers,
-                f"{numbers_of[0]:,.0f}",
+                f"{number_of:,.0f}",
                 *(f"{1e3 * seconds / count:,.2f}" if count else "-" for seconds, count in times),
             ]
         )

@@ -12,13 +12,13 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.comm import check_room
 from lockstep.errors import SharedMemoryFull, TraceError
-from lockstep.observe.columns import Columns
+from lockstep.observe.columns import Columns, Rows
 from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, tell_apart
 from lockstep.printable import printable
 
@@ -253,7 +253,7 @@ class _Reader:
         return found
 
 
-class _Logged(Sequence[dict[str, Any]]):
+class _Logged(Rows[dict[str, Any]]):
     """What was logged, as the lines that were checked: dictionaries take ten times as much."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class _Logged(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, index: Any) -> Any:
+    def _row(self, index: int) -> dict[str, Any]:
         line = self._lines[self._ends[index] : self._ends[index + 1]]
         facts = _checked(json.loads(line), _LOG, 3)
         return facts | {"log": {printable(name): each for name, each in facts["log"].items()}}

@@ -33,7 +33,7 @@ from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
 from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
-from lockstep.observe.evaluations import EvaluationWatch, watch_contexts
+from lockstep.observe.evaluations import CONTEXTS, EvaluationWatch
 from lockstep.observe.faults import Spool, only_observing
 from lockstep.observe.machine import memory_in_use
 from lockstep.observe.records import END_OF_EPOCH
@@ -378,6 +378,16 @@ def _noting_batches(original: Any) -> Any:
     return wrapped
 
 
+def _passed_on(name: str) -> Callable[..., None]:
+    """Return a method that passes its calls on to the trace of the rank that calls."""
+
+    def method(process: _Process, *args: Any) -> None:
+        if (own := process._of_this_thread()) is not None:
+            getattr(own, name)(*args)
+
+    return method
+
+
 class _Process:
     """The traces of all ranks in this process, which are one, or several if they are threads."""
 
@@ -416,7 +426,9 @@ class _Process:
             register_optimizer_step_post_hook(partial(self._after_step, starts)),
         ):
             self._undo.callback(handle.remove)
-        watch_contexts(self, self._undo)
+        for kind in CONTEXTS:
+            self._wrap(kind, "__enter__", self._entering)
+            self._wrap(kind, "__exit__", self._leaving)
         when_joined.append(self._joined)
         self._undo.callback(when_joined.remove, self._joined)
 
@@ -436,33 +448,25 @@ class _Process:
         own = self._of_this_thread()
         return own is not None and own.begin(name)
 
-    def end(self, name: str, start: int, detail: str, num_bytes: int) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.end(name, start, detail, num_bytes)
+    end = _passed_on("end")
+    bucket, batch, end_of_epoch = map(_passed_on, ("bucket", "batch", "end_of_epoch"))
+    log, _joined = _passed_on("log"), _passed_on("join")
+    _enter_context, _leave_context = map(_passed_on, ("enter_context", "leave_context"))
 
-    def bucket(self, bucket: Any, index: int, times: tuple[int, int, int]) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.bucket(bucket, index, times)
+    def _entering(self, original: Any) -> Any:
+        def entering(context: Any) -> Any:
+            result = original(context)
+            self._enter_context(context)
+            return result
 
-    def batch(self, loader: object, num_samples: int) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.batch(loader, num_samples)
+        return entering
 
-    def end_of_epoch(self, loader: object) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.end_of_epoch(loader)
+    def _leaving(self, original: Any) -> Any:
+        def leaving(context: Any, *error: Any) -> Any:
+            self._leave_context(context)
+            return original(context, *error)
 
-    def enter_context(self, context: object) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.enter_context(context)
-
-    def leave_context(self, context: object) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.leave_context(context)
-
-    def log(self, values: Mapping[str, float]) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.log(values)
+        return leaving
 
     @uncompiled
     def _before_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:
@@ -477,10 +481,6 @@ class _Process:
         if own is not None and start is not None:
             own.end("optimizer", start, "", 0)
             own.end_step(optimizer)
-
-    def _joined(self, world: World) -> None:
-        if (own := self._of_this_thread()) is not None:
-            own.join(world)
 
 
 _process = _Process()
