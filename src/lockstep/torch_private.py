@@ -54,6 +54,10 @@ set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
 _InferenceMode = torch._C._InferenceMode
 # Lets a subclass of Tensor call torch's functions without its own __torch_function__.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# The gradient that autograd accumulates to: lockstep has parameters with a property of this name.
+_grad: Any = torch.Tensor.grad
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 # Arithmetic on the gradients of a bucket in one call.
 _foreach_add_ = torch._foreach_add_
 _foreach_copy_ = torch._foreach_copy_

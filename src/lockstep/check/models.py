@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.check.switches import Switches
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+from lockstep.nn import TORCHS_WRAPPERS
 
 
 class Models:
@@ -75,7 +74,7 @@ class Models:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, _WRAPPERS) or type(module).__name__ == "OptimizedModule"
+    return isinstance(module, TORCHS_WRAPPERS) or type(module).__name__ == "OptimizedModule"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

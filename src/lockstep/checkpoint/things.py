@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
-from lockstep.nn import DataParallel
+from lockstep.nn import TORCHS_WRAPPERS, DataParallel
 from lockstep.optim import has_own_state, inner_optimizer, sharding_of
 from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
 from lockstep.world import parameters_of
 
-_WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel
 # What torch's schedulers add to an optimizer's groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Puts into a thing what was saved of it, or returns it.
@@ -301,7 +300,7 @@ def unwrapped(thing: Any) -> Any:
     """Return the module or optimizer itself that is in a wrapper."""
     while isinstance(thing, nn.Module):
         inner = getattr(thing, "_orig_mod", None)  # of torch.compile
-        if inner is None and isinstance(thing, _WRAPPERS):
+        if inner is None and isinstance(thing, TORCHS_WRAPPERS):
             inner = thing.module
         if inner is None:
             return thing
@@ -316,7 +315,7 @@ def _plain_names(module: nn.Module) -> dict[str, str]:
     paths = [
         path
         for path, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, _WRAPPERS) and not isinstance(part, DataParallel)
+        if isinstance(part, TORCHS_WRAPPERS) and not isinstance(part, DataParallel)
     ]
     # Inner wrappers first: their paths have the names of those around them.
     paths.sort(key=len, reverse=True)

@@ -5,7 +5,7 @@ from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import BucketFacts, describe_buckets
-from lockstep.grad.memory import aligned, gradient_dtype, gradient_of, set_gradient
+from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.one_pass import Phase
 from lockstep.grad.reducer import Reducer
 from lockstep.grad.scattered import ScatteredBucket
@@ -18,6 +18,7 @@ from lockstep.grad.unsummed import (
     part_of_gradient,
     unsummed_bucket_of,
 )
+from lockstep.torch_private import gradient_of, set_gradient
 
 __all__ = [
     "MIB",

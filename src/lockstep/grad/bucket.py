@@ -17,8 +17,9 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, naming, raise_named
 from lockstep.grad.facts import Facts, Told, write_facts
-from lockstep.grad.memory import gradient_of, held
+from lockstep.grad.memory import held
 from lockstep.grad.one_pass import BucketPass
+from lockstep.torch_private import gradient_of
 
 _NOTHING = nullcontext()
 

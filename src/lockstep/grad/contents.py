@@ -18,12 +18,10 @@ from lockstep.grad.memory import (
     Memory,
     aligned,
     gradient_dtype,
-    gradient_of,
     is_new,
-    set_gradient,
 )
 from lockstep.grad.one_pass import READY, BucketPass
-from lockstep.torch_private import _foreach_copy_
+from lockstep.torch_private import _foreach_copy_, gradient_of, set_gradient
 
 # From this average size on, each gradient is copied and scaled in one call. Below it, the calls
 # cost more than a second pass over the memory (2 us against 16 K elements).

@@ -35,9 +35,9 @@ from lockstep.comm import (
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.facts import Facts
-from lockstep.grad.memory import BufferPlan, Memory, gradient_of, set_gradient
+from lockstep.grad.memory import BufferPlan, Memory
 from lockstep.grad.unsummed import UnsummedBucket
-from lockstep.torch_private import _InferenceMode
+from lockstep.torch_private import _InferenceMode, gradient_of, set_gradient
 
 # The most combinations of the ranks' buffers of which views are kept.
 _MOST_COMBINATIONS = 8

@@ -24,23 +24,19 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import is_shared, leave_to_others, zero_buffer
 from lockstep.grad.comm_hook import view_like
-from lockstep.torch_private import _current_autograd_node, storage_use_count
+from lockstep.torch_private import _current_autograd_node, gradient_of, storage_use_count
 
 # Parameters and unsummed gradients begin at multiples of this number of elements: at whole cache
 # lines.
 ALIGNMENT = 64
-# The gradient that autograd accumulates to; a DeferredParameter has a property of this name.
-_slot: Any = torch.Tensor.grad
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
-set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _slot.__set__
 # The references to an object in a list that sys.getrefcount() is mapped over: that of the list, and
 # that of the call. A tensor that is the gradient of a parameter has one more.
 _IN_A_LIST = 2

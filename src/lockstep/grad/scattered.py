@@ -22,8 +22,9 @@ from lockstep.comm import (
     start_reduce_scatter,
 )
 from lockstep.grad.contents import Contents
-from lockstep.grad.memory import aligned, gradient_of, set_gradient
+from lockstep.grad.memory import aligned
 from lockstep.grad.unsummed import UnsummedBucket
+from lockstep.torch_private import gradient_of, set_gradient
 
 
 class ScatteredBucket(UnsummedBucket):

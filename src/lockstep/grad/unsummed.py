@@ -17,7 +17,7 @@ from lockstep.comm import uncompiled
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
-from lockstep.grad.memory import gradient_of, set_gradient
+from lockstep.torch_private import gradient_of, set_gradient
 
 # It refuses what isn't a plain parameter, unless its detach() returns one of the same class.
 _MAKE_PARAMETER = nn.Parameter.__new__.__code__

@@ -5,6 +5,7 @@ from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import (
+    TORCHS_WRAPPERS,
     are_parallel,
     defer_gradients,
     groups_of,
@@ -27,6 +28,7 @@ from lockstep.nn.sync_batch_norm import SyncBatchNorm
 from lockstep.nn.verify import refusal_of_divided
 
 __all__ = [
+    "TORCHS_WRAPPERS",
     "DataParallel",
     "DistributedDataParallel",
     "SyncBatchNorm",

@@ -35,7 +35,7 @@ from lockstep.torch_private import _execution_engine
 _log = logging.getLogger(__name__)
 
 # Bound early, as lockstep.integrations may put our classes in their place.
-_TORCHS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+TORCHS_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class ParallelState:
@@ -361,7 +361,7 @@ def _refusal(
             "once for each model, and changes it in place."
         )
     for name, part in module.named_modules():
-        if isinstance(part, _TORCHS) and not isinstance(part, Wrapper):
+        if isinstance(part, TORCHS_WRAPPERS) and not isinstance(part, Wrapper):
             where = f"its part {name!r}" if name else "it"
             return AlreadyParallel(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "

@@ -66,14 +66,14 @@ def clip_grad_norm_(
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = []
     for bucket in buckets:
-        own = {*map(id, bucket.contents.parameters)}
-        given = [parameter for parameter in every if id(parameter) in own]
+        ids = {*map(id, bucket.contents.parameters)}
+        given = [parameter for parameter in every if id(parameter) in ids]
         # Torch's counts and scales the gradient of a parameter as often as it is given.
-        is_whole = len(given) == len(own) == len({*map(id, given)})
+        is_whole = len(given) == len(ids) == len({*map(id, given)})
         norm = _norm(bucket, power, is_whole=is_whole)
         if norm is not None:
             norms.append(norm)
-            every = [parameter for parameter in every if id(parameter) not in own]
+            every = [parameter for parameter in every if id(parameter) not in ids]
         else:
             bucket.sum_unsummed()
     clipped = [bucket for bucket in buckets if bucket.are_all_unsummed()]
@@ -111,19 +111,19 @@ def _norm(bucket: UnsummedBucket, power: float, *, is_whole: bool) -> Tensor | N
     tells = device.type == "cpu"
     if not (is_summed or tells):
         return None
-    own = torch.zeros(2, dtype=_dtype_of_sums(device), device=device)
-    own[1].fill_(not is_summed)
+    total = torch.zeros(2, dtype=_dtype_of_sums(device), device=device)
+    total[1].fill_(not is_summed)
     first, last = bucket.own_range() if is_summed else (0, 0)
     numel = _NUMEL if tells else max(1, last - first)
     for start in range(first, last, numel):
         part = bucket.new_sum(start, min(start + numel, last))
-        norm = torch.linalg.vector_norm(part, power).to(own.dtype)
-        own[0] = torch.maximum(own[0], norm) if power == math.inf else own[0] + norm**power
+        norm = torch.linalg.vector_norm(part, power).to(total.dtype)
+        total[0] = torch.maximum(total[0], norm) if power == math.inf else total[0] + norm**power
     op = dist.ReduceOp.MAX if power == math.inf else dist.ReduceOp.SUM
-    start_all_reduce(group, own, op).wait()
-    if tells and own[1]:
+    start_all_reduce(group, total, op).wait()
+    if tells and total[1]:
         return None
-    return own[0] if power == math.inf else own[0] ** (1 / power)
+    return total[0] if power == math.inf else total[0] ** (1 / power)
 
 
 def _dtype_of_sums(device: torch.device) -> torch.dtype:

@@ -65,19 +65,19 @@ class DividedState(defaultdict[Any, State]):
         else:
             self.pop(_MARK, None)
 
-    def admit(self, key: torch.Tensor, own: State) -> None:
+    def admit(self, key: torch.Tensor, state: State) -> None:
         """Have the state of a tensor that this rank updates for the length of a step."""
         if key in self._owners:
             self._admitted[key] = self._owners.pop(key)
-        if own:
-            super().__setitem__(key, own)
+        if state:
+            super().__setitem__(key, state)
 
     def dismiss(self, key: torch.Tensor) -> State:
         """Return the state of such a tensor, which isn't here afterwards."""
-        own: State = super().pop(key, {})
+        state: State = super().pop(key, {})
         if key in self._admitted:
             self._owners[key] = self._admitted.pop(key)
-        return own
+        return state
 
     def take_changes(self) -> dict[torch.Tensor, State]:
         """Return what the program has put for parameters whose state is on several ranks.

@@ -97,10 +97,10 @@ class Division:
         self.state: DividedState
 
     def _left_whole(
-        self, own: Sequence[nn.Parameter], are_shared: Sequence[bool]
+        self, parameters: Sequence[nn.Parameter], are_shared: Sequence[bool]
     ) -> list[nn.Parameter]:
-        """Return those of ``own`` that share memory, and so aren't moved; tell of them."""
-        shared = [*compress(own, are_shared)]
+        """Return those of ``parameters`` that share memory, and so aren't moved; tell of them."""
+        shared = [*compress(parameters, are_shared)]
         if shared:
             _log.warning(
                 "%s of the parameters of this %s, such as one of shape %s, share their memory with "
@@ -114,13 +114,13 @@ class Division:
         return shared
 
     def _check_same(
-        self, ranks: dist.ProcessGroup, own: Sequence[nn.Parameter], numbers: Sequence[int]
+        self, ranks: dist.ProcessGroup, parameters: Sequence[nn.Parameter], numbers: Sequence[int]
     ) -> None:
         kind = type(self._optimizer).__name__
-        shapes = [list(parameter.shape) for parameter in own]
-        dtypes = [str(own[0].dtype), str(self._master_dtype)]
+        shapes = [list(parameter.shape) for parameter in parameters]
+        dtypes = [str(parameters[0].dtype), str(self._master_dtype)]
         description = json.dumps([kind, dtypes, shapes, list(numbers)])
-        if not have_same(ranks, description.encode(), own[0].device):
+        if not have_same(ranks, description.encode(), parameters[0].device):
             raise ModelMismatch(
                 f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
                 "their parameters. Make the same optimizer on every rank before it is sharded."

@@ -230,9 +230,9 @@ class FlatParameters:
         size = self._layout.block * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
         for start, stop in self._changed:
-            own = slice(max(start, first), min(stop, last))
-            if own.start < own.stop:
-                self._copy.shared[own] = self._copy.private[own]
+            both = slice(max(start, first), min(stop, last))
+            if both.start < both.stop:
+                self._copy.shared[both] = self._copy.private[both]
 
     def publish(
         self,

@@ -19,5 +19,5 @@ class Generators(generators.Generators):
         held = [*vars(optimizer).items()]
         held += [item for group in optimizer.param_groups for item in group.items()]
         for number, (name, value) in enumerate(held):
-            if (own := generators.generator_of(value)) is not None:
-                self[f"{name} {number}"] = own
+            if (generator := generators.generator_of(value)) is not None:
+                self[f"{name} {number}"] = generator

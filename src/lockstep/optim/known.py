@@ -48,11 +48,11 @@ def known_base(kind: type[Optimizer]) -> type[Optimizer] | None:
         return None
     fixed = (names_used(known, "step") | _LOOKUPS) - {"step"}
     for each in takewhile(lambda each: each is not known, kind.__mro__):
-        own = vars(each)
-        used = {k: code_names(v) for k, v in own.items() if isinstance(v, FunctionType)}
-        if not fixed.isdisjoint(own) or any("state" in names for names in used.values()):
+        attributes = vars(each)
+        used = {k: code_names(v) for k, v in attributes.items() if isinstance(v, FunctionType)}
+        if not fixed.isdisjoint(attributes) or any("state" in names for names in used.values()):
             return None
-        if "step" in own and not {"super", "step"} <= used.get("step", set()):
+        if "step" in attributes and not {"super", "step"} <= used.get("step", set()):
             return None
     return known
 
@@ -70,10 +70,10 @@ def divide_base_step(optimizer: Optimizer, known: type[Optimizer], run: Run) -> 
     another class before the known one.
     """
 
-    def step(own: Optimizer, *args: Any, **options: Any) -> Any:
-        function: Any = super(between, own).step.__func__
-        if own is not optimizer:  # a copy
-            return function(own, *args, **options)
+    def step(stepped: Optimizer, *args: Any, **options: Any) -> Any:
+        function: Any = super(between, stepped).step.__func__
+        if stepped is not optimizer:  # a copy
+            return function(stepped, *args, **options)
         is_hooked = getattr(function, "hooked", False)
         inner = function.__wrapped__ if is_hooked else function
 
@@ -82,7 +82,7 @@ def divide_base_step(optimizer: Optimizer, known: type[Optimizer], run: Run) -> 
 
         # The program's hooks, where torch has put them around this step too, see its parameters.
         outer: Any = Optimizer.profile_hook_step(divided) if is_hooked else divided
-        return outer(own, *args, **options)
+        return outer(stepped, *args, **options)
 
     kind = type(optimizer)
     between: Any = type(known.__name__, (known,), {**_description(known), "step": step})

@@ -45,9 +45,9 @@ class PartialTensor(torch.Tensor):
     def elements(self, start: int, stop: int) -> torch.Tensor:
         """Return the elements from ``start`` to ``stop``, all of which this rank has."""
         parts = [
-            own[max(start - first, 0) : stop - first]
-            for first, own in self.ranges
-            if first < stop and start < first + len(own)
+            held[max(start - first, 0) : stop - first]
+            for first, held in self.ranges
+            if first < stop and start < first + len(held)
         ]
         assert sum(map(len, parts)) == stop - start
         return torch.cat(parts or [self.ranges[0][1][:0]])
@@ -59,7 +59,7 @@ class PartialTensor(torch.Tensor):
         """Convert the elements to another dtype, make another such tensor, and do nothing else."""
         tensor, options = args[0], kwargs or {}
         if func is torch.ops.aten._to_copy.default:
-            converted = [(start, func(own, **options)) for start, own in tensor.ranges]
+            converted = [(start, func(elements, **options)) for start, elements in tensor.ranges]
             return PartialTensor(tensor, converted, options.get("device"))
         if func is torch.ops.aten.new_empty.default:
             # torch.distributed.checkpoint.async_save gives it copies of the attributes.

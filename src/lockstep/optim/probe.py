@@ -117,10 +117,10 @@ def _try_twice(trial: Callable[[torch.dtype | None, int], Verdict], *, is_fine: 
     if fine.outcome is Outcome.REFUSE:
         return fine
     num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
-    own = trial(None, num_steps)
+    found = trial(None, num_steps)
     if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
-        return fine._replace(may_draw=own.may_draw)
-    return own._replace(updates_all=own.updates_all or fine.updates_all)
+        return fine._replace(may_draw=found.may_draw)
+    return found._replace(updates_all=found.updates_all or fine.updates_all)
 
 
 @contextmanager
@@ -309,8 +309,8 @@ class _Trial:
     def _check_state(self) -> None:
         """Raise unless ranks can send each other the state, as they do for a state dict."""
         for p in self._whole.stand_ins:
-            own = self._whole.optimizer.state.get(p, {})
-            once = {k: v for k, v in own.items() if getattr(v, "shape", None) != p.shape}
+            state = self._whole.optimizer.state.get(p, {})
+            once = {k: v for k, v in state.items() if getattr(v, "shape", None) != p.shape}
             try:
                 Collector().encode(once, "state")
             except TypeError as error:

@@ -60,10 +60,10 @@ class _Repeated(WholeParameter):
 
     def take_state(self, state: State) -> None:
         """Go on from the ``state`` of its owner."""
-        own: dict[Any, State] = {}
+        taken: dict[Any, State] = {}
         self.values.copy_(self.parameter.detach())
-        put_state(self, {self.parameter: state} if state else {}, own)
-        self._state = own.get(self.tensor, {})
+        put_state(self, {self.parameter: state} if state else {}, taken)
+        self._state = taken.get(self.tensor, {})
 
     def begin(self, state: DividedState) -> None:
         """Let the optimizer update it, from the values that this rank sees."""
@@ -302,13 +302,13 @@ class Repeats:
         self, ranks: dist.ProcessGroup, due: Sequence[tuple[int, _Pair]], state: DividedState
     ) -> None:
         """Let those who repeat updates go on from the state of the owners."""
-        own = {
+        local = {
             str(index): pair.state_to_pass_on(self._optimizer, state)
             for index, pair in due
             if pair.shard is not None and pair.repeated is None
         }
         found: dict[str, Any] = {}
-        for each in gather_json(ranks, own):
+        for each in gather_json(ranks, local):
             found |= each
         for index, pair in due:
             pair.follow(found[str(index)])
@@ -336,11 +336,11 @@ def _choose(flat: FlatParameters, groups: Mapping[nn.Parameter, int]) -> list[in
     if flat.group.size() == 1:
         return []
     for index in sorted(range(len(flat.parameters)), key=lambda i: flat.parameters[i].numel()):
-        parameter, own = flat.parameters[index], chosen[flat.whole_owners[index]]
+        parameter, of_owner = flat.parameters[index], chosen[flat.whole_owners[index]]
         kind = groups[parameter], parameter.dim() > 1
-        if parameter.requires_grad and 0 < parameter.numel() <= _NUMEL and len(own) < 2:
-            own.setdefault(kind, index)
-    return [index for own in chosen.values() for index in own.values()]
+        if parameter.requires_grad and 0 < parameter.numel() <= _NUMEL and len(of_owner) < 2:
+            of_owner.setdefault(kind, index)
+    return [index for of_owner in chosen.values() for index in of_owner.values()]
 
 
 def _machine(device: torch.device) -> list[Any]:
@@ -356,8 +356,10 @@ def _keeps_more_than_state(optimizer: Optimizer, tensor: torch.Tensor) -> bool:
     """Whether it may keep values of ``tensor`` elsewhere than in its state, as in attributes."""
     groups = [{**group, "params": None, "param_names": None} for group in optimizer.param_groups]
     known = ("state", "param_groups", "defaults")
-    own = {k: v for k, v in vars(optimizer).items() if k not in known and not k.endswith("_hooks")}
-    values = chain(own.values(), *(group.values() for group in groups))
+    attributes = {
+        k: v for k, v in vars(optimizer).items() if k not in known and not k.endswith("_hooks")
+    }
+    values = chain(attributes.values(), *(group.values() for group in groups))
     return bool(_attributes(tensor)) or not all(map(_is_of_none, values))
 
 

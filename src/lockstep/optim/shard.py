@@ -77,8 +77,8 @@ class Shard:
 
     def state_in(self, state: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
         """Return its state in ``state``, with its master values; None if there is neither."""
-        own = state.get(self.tensor)
-        return {**(own or {}), MASTER: self.tensor} if self._has_stepped else own
+        held = state.get(self.tensor)
+        return {**(held or {}), MASTER: self.tensor} if self._has_stepped else held
 
     def put_master(self, values: torch.Tensor | None) -> None:
         """Set the master values to saved ``values``; by default to those of the parameters."""
@@ -110,15 +110,15 @@ class Shard:
             return
         if self._gradient is None:
             self._gradient = torch.zeros_like(self.values)
-        own = self._gradient
+        gradient = self._gradient
         for piece, parameter in zip(self.pieces, parameters, strict=True):
-            part, found = own[self.place_of(piece)], unsummed_bucket_of(parameter)
+            part, found = gradient[self.place_of(piece)], unsummed_bucket_of(parameter)
             if found is not None:
                 bucket, position = found
                 bucket.sum_into(part, bucket.contents.offsets[position] + piece.start)
             else:
                 part.copy_(_elements(parameter)[piece.start : piece.stop])
-        self._use(own)
+        self._use(gradient)
 
     def _use(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.dtype is not self.tensor.dtype:
@@ -139,18 +139,18 @@ class Shard:
         if len(parts) == 1:
             return [self]
         shards = [Shard(self.flat, part, self.group, self._master_dtype) for part in parts]
-        own = state.pop(self.tensor, None)
+        whole = state.pop(self.tensor, None)
         for shard in shards:
             first, last = self.place_of(shard.pieces[0]), self.place_of(shard.pieces[-1])
             place = slice(first.start, last.stop)
             if self._has_stepped:
                 shard.put_master(self.tensor[place])
-            if own is not None:
+            if whole is not None:
                 state[shard.tensor] = {
                     name: value[place].clone()
                     if is_by_element(self.flat, self.tensor, name, value)
                     else copy.deepcopy(value)
-                    for name, value in own.items()
+                    for name, value in whole.items()
                 }
         return shards
 

@@ -119,17 +119,17 @@ class Copy:
     def _group(
         self, group: dict[str, Any], stand_ins: Mapping[int, torch.Tensor], used: Mapping[int, Any]
     ) -> dict[str, Any]:
-        own = {name: self._copied(v) for name, v in group.items() if name != "params"}
-        own["params"] = [stand_ins[id(p)] for p in group["params"] if id(p) in used]
+        options = {name: self._copied(v) for name, v in group.items() if name != "params"}
+        options["params"] = [stand_ins[id(p)] for p in group["params"] if id(p) in used]
         if names := group.get("param_names"):
             pairs = zip(names, group["params"], strict=True)
-            own["param_names"] = [name for name, p in pairs if id(p) in used]
-        lr = own.get("lr")
+            options["param_names"] = [name for name, p in pairs if id(p) in used]
+        lr = options.get("lr")
         if isinstance(lr, torch.Tensor) and not lr.any():
             lr.fill_(_LR)
         elif isinstance(lr, float | int) and not lr:
-            own["lr"] = float(own.get("initial_lr") or _LR)
-        return own
+            options["lr"] = float(options.get("initial_lr") or _LR)
+        return options
 
     def _state(self, state: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(state, dict):

@@ -32,14 +32,14 @@ class LocalState(NamedTuple):
 def local_states(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterator[LocalState]:
     """Yield this rank's part of the state, by shard and parameter."""
     for shard in shards:
-        own = shard.state_in(state) or {}
+        held = shard.state_in(state) or {}
         by_element = {
             name: elements_of(value, shard.tensor)
-            for name, value in own.items()
+            for name, value in held.items()
             if is_by_element(shard.flat, shard.tensor, name, value)
         }
-        once = {name: value for name, value in own.items() if name not in by_element}
-        for piece in shard.pieces if own else ():
+        once = {name: value for name, value in held.items() if name not in by_element}
+        for piece in shard.pieces if held else ():
             place = slice(None) if shard.flat.keeps_whole else shard.place_of(piece)
             parts = {name: value[place] for name, value in by_element.items()}
             yield LocalState(shard.flat.parameters[piece.parameter], piece.start, parts, once)
@@ -54,7 +54,7 @@ def gather_state(
     """
     # For each shard: the indices of its parameters; the dtypes of state by element, by name; and
     # all other state. Both are encoded, as names may be numbers.
-    own: list[tuple[list[int], Any, Any]] = []
+    local: list[tuple[list[int], Any, Any]] = []
     for shard in shards:
         if (whole := shard.state_in(state)) is not None:
             parts, others = {}, {}
@@ -64,8 +64,8 @@ def gather_state(
                 else:
                     others[name] = value
             indices = [piece.parameter for piece in shard.pieces]
-            own.append((indices, encoded(parts), encoded(others)))
-    payload, device = json.dumps(own).encode(), flat.parameters[0].device
+            local.append((indices, encoded(parts), encoded(others)))
+    payload, device = json.dumps(local).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
     # State by element: index of the parameter, name and dtype.
     divided: set[tuple[int, Any, str]] = set()
@@ -102,18 +102,18 @@ def stand_ins(
     # Also of the groups that the optimizer has before, which the program may hold.
     before = [(group, group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        own = group["params"]
-        dtypes = [update_dtype(parameter.dtype, master_dtype) for parameter in own]
+        params = group["params"]
+        dtypes = [update_dtype(parameter.dtype, master_dtype) for parameter in params]
         group["params"] = [
             torch.empty(0, dtype=dtype, device=parameter.device)
-            for dtype, parameter in zip(dtypes, own, strict=True)
+            for dtype, parameter in zip(dtypes, params, strict=True)
         ]
-        parameters |= zip(group["params"], own, strict=True)
+        parameters |= zip(group["params"], params, strict=True)
     try:
         yield parameters
     finally:
-        for group, (held, own) in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = held["params"] = own
+        for group, (held, params) in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = held["params"] = params
 
 
 def put_state(
@@ -176,17 +176,17 @@ def encoded(state: State) -> list[Any]:
     return [tree, tensors]
 
 
-def decoded(value: Any, own: torch.device | None = None) -> Any:
+def decoded(value: Any, device_here: torch.device | None = None) -> Any:
     """Return what :func:`encoded` has represented.
 
-    Tensors on a device of the kind of ``own`` are put there: other ranks have others of that kind.
+    Tensors on a device of the kind of ``device_here`` are put there: other ranks have another one.
     """
     tree, tensors = value
 
     def tensor_of(key: str) -> torch.Tensor:
         *parts, device, data = tensors[key]
-        if own is not None and torch.device(device).type == own.type:
-            device = own
+        if device_here is not None and torch.device(device).type == device_here.type:
+            device = device_here
         header, elements = Header(*parts), bytearray(base64.b64decode(data))
         flat = torch.empty(0, dtype=header.torch_dtype)
         if elements:

@@ -60,14 +60,14 @@ class _DrawsAlike:
         self._own: dict[str, Any] = {}
 
     def __enter__(self) -> _DrawsAlike:
-        own = self._generators.read()
+        states = self._generators.read()
         self._is_alone = any(join_state_of(ranks) is not None for ranks in self._groups)
-        self._own = own if self._is_alone else {}
+        self._own = states if self._is_alone else {}
         for ranks in () if self._is_alone else self._groups:
             finish_failed(ranks)
-            for name, state in gather_json(ranks, own if ranks.rank() == 0 else {})[0].items():
-                if name in own and own[name] != state:
-                    self._own[name] = own[name]
+            for name, state in gather_json(ranks, states if ranks.rank() == 0 else {})[0].items():
+                if name in states and states[name] != state:
+                    self._own[name] = states[name]
                     self._generators.write({name: state})
         return self
 

@@ -39,9 +39,9 @@ def take_gradients(
     broadcast_tensors(ranks, [g for g in gradients if g is not None], first)
 
 
-def gather_json(ranks: dist.ProcessGroup, own: Any) -> list[Any]:
+def gather_json(ranks: dist.ProcessGroup, local: Any) -> list[Any]:
     """Return each rank's value, which JSON can represent. Every rank must call it; it blocks."""
-    payload = json.dumps(own).encode()
+    payload = json.dumps(local).encode()
     return [*map(json.loads, all_gather_bytes(ranks, payload, device_of_facts(ranks)))]
 
 

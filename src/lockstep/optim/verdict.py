@@ -70,12 +70,12 @@ def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict
             f"its steps may call {calls[0]}(), by which they divide work among ranks themselves"
         )
         return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
-    own = None
+    verdict = None
     if any(ranks.rank() == 0 for ranks in groups):
         groups_by_rank = {has for each in groups for has in _groups_by_rank(optimizer, each.size())}
         in_parts = known_base(type(optimizer)) is None
-        own = probe(optimizer, groups_by_rank, in_parts=in_parts)
-    found = [Verdict(*gather_json(ranks, own)[0]) for ranks in groups]
+        verdict = probe(optimizer, groups_by_rank, in_parts=in_parts)
+    found = [Verdict(*gather_json(ranks, verdict)[0]) for ranks in groups]
     found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
     return max(found, key=lambda each: [*Outcome].index(each.outcome))
 

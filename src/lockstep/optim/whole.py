@@ -44,8 +44,8 @@ class WholeParameter(Shard):
         super().read_values()
         if self.has_master:
             self.tensor.requires_grad_(self.parameter.requires_grad)
-            own = {k: v for k, v in vars(self.parameter).items() if not k.startswith("_")}
-            vars(self.tensor).update(own)
+            attributes = {k: v for k, v in vars(self.parameter).items() if not k.startswith("_")}
+            vars(self.tensor).update(attributes)
         else:
             self._data = self.parameter.data
             self.parameter.data = self.values

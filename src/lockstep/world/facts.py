@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of
+from lockstep.torch_private import gradient_of
 
 # Options that mean the same on all ranks. Others may be what an optimizer remembers of its part.
 _OPTIONS = (
@@ -29,8 +30,6 @@ _NUM_GRADIENTS, _NUM_ELEMENTS = 8, 4096
 # By how much samples may differ, as a part of the largest: programs may round in another way on
 # another processor. In types of 16 bits and less, it is that of a few last digits.
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 3e-2
-_slot: Any = torch.Tensor.grad
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _slot.__get__
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

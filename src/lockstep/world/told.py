@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.torch_private import gradient_of
 from lockstep.world.environment import detect
-from lockstep.world.facts import Difference, gradient_of
+from lockstep.world.facts import Difference
 
 _log = logging.getLogger("lockstep")
 
