@@ -59,8 +59,14 @@ class Hosts:
         return f"fd88::{host + 1}"
 
     @contextmanager
+    def translated(self, host: int, inside: str) -> Iterator[None]:
+        """Put ``host`` behind a NAT: it has the address ``inside``, and others see another."""
+        with self.slow_cable(host, 0.0, inside=inside):
+            yield
+
+    @contextmanager
     def slow_cable(
-        self, host: int, delay_seconds: float, loss: float = 0.0
+        self, host: int, delay_seconds: float, loss: float = 0.0, inside: str | None = None
     ) -> Iterator[subprocess.Popen[str]]:
         """Have each packet from and to ``host`` take so long, or be lost with this probability.
 
@@ -68,6 +74,8 @@ class Hosts:
         """
         name, port = self._names[host], f"port{host}"
         words = [name, self.switch, port, str(delay_seconds), str(loss)]
+        if inside is not None:
+            words += [inside, self.address(host)]
         command = [sys.executable, "-m", "tests.slow_cable", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cable:
             try:
@@ -75,8 +83,11 @@ class Hosts:
                 if cable.stdout.readline() != "ready\n":
                     pytest.skip("there are no devices of the kind TAP here")
                 _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
-                _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "cable")
+                own = inside or self.address(host)
+                _ip("-n", name, "addr", "add", f"{own}/24", "dev", "cable")
                 _ip("-n", name, "link", "set", "cable", "up")
+                if inside is not None:
+                    _ip("-n", name, "route", "add", "10.77.0.0/24", "dev", "cable", "src", own)
                 yield cable
             finally:
                 cable.kill()

@@ -71,7 +71,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_100,
-        "world": 2_400,
+        "world": 2_450,
         "grad": 2_900,
         "nn": 7_300,
         "launcher": 4_100,

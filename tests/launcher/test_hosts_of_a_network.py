@@ -179,3 +179,40 @@ def test_end_of_a_launcher_is_told_and_not_that_its_ranks_are_gone(
     else:
         assert code == 1
         assert f"lockstep: {name} is lost" in err
+
+
+MEET = """
+    import time, lockstep
+    from datetime import timedelta
+
+    began = time.monotonic()
+    try:
+        lockstep.init(timeout=timedelta(seconds=SECONDS))
+    finally:
+        print("took", time.monotonic() - began)
+    """
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_host_behind_a_nat_is_named_in_time(
+    bench: Bench, two_hosts: Hosts, is_silent: bool
+) -> None:
+    """It meets the other, which can't connect to it: what it sends there is lost, or refused."""
+    inside, seconds = "192.168.5.2", 8
+    if is_silent:
+        enter = [*two_hosts.on(0), "ip"]
+        nowhere = [inside, "lladdr", "02:00:00:00:00:99", "dev", "cable"]
+        subprocess.run([*enter, "route", "add", "192.168.5.0/24", "dev", "cable"], check=True)
+        subprocess.run([*enter, "neigh", "add", *nowhere], check=True)
+    why = "no answer within 2 s" if is_silent else "Network is unreachable"
+    script = bench.script(MEET.replace("SECONDS", str(seconds)))
+    with two_hosts.translated(1, inside):
+        for run in start_on(two_hosts, script):
+            out, err = run.communicate(timeout=100)
+            assert run.returncode == 1
+            assert f"doesn't reach host 1 ({socket.gethostname()}) at {inside} ({why})" in err, err
+            assert f"Connections came from {two_hosts.address(1)}, which is no host's" in err, err
+            assert "GLOO_SOCKET_IFNAME" in err
+            took = [float(line.split()[-1]) for line in out.splitlines() if "took" in line]
+            assert took
+            assert max(took) < seconds

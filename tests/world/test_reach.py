@@ -13,13 +13,14 @@ from lockstep.world.reach import _choice, _missing
 A = [[("10.0.0.1", 1), ("fd00::1", 2)]]
 B = [[("10.0.0.2", 3), ("fd00::2", 4)]]
 C = [[("fd00::3", 5)]]
-ALL = ["10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2", "fd00::3"]
+ALL = dict.fromkeys(["10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2", "fd00::3"], "")
+NO: dict[str, str] = {}
 
 
 def test_choice_prefers_the_first_address_of_the_first_host() -> None:
-    assert _choice([A, B], [[[], ALL], [ALL, []]]) == [["10.0.0.1"], ["10.0.0.2"]]
+    assert _choice([A, B], [[NO, ALL], [ALL, NO]]) == [["10.0.0.1"], ["10.0.0.2"]]
     turned = [A[0][::-1]]
-    assert _choice([turned, B], [[[], ALL], [ALL, []]]) == [["fd00::1"], ["fd00::2"]]
+    assert _choice([turned, B], [[NO, ALL], [ALL, NO]]) == [["fd00::1"], ["fd00::2"]]
 
 
 def test_choice_is_of_the_version_that_all_hosts_have() -> None:
@@ -28,22 +29,29 @@ def test_choice_is_of_the_version_that_all_hosts_have() -> None:
 
 
 def test_choice_takes_only_what_all_others_have_reached() -> None:
-    assert _choice([A, B], [[[], ALL], [["fd00::1"], []]]) == [["fd00::1"], ["fd00::2"]]
-    assert _choice([A, B], [[[], ["10.0.0.2"]], [["fd00::1"], []]]) is None
+    assert _choice([A, B], [[NO, ALL], [{"10.0.0.1": "lost", "fd00::1": ""}, NO]]) == [
+        ["fd00::1"],
+        ["fd00::2"],
+    ]
+    assert _choice([A, B], [[NO, {"10.0.0.2": ""}], [{"fd00::1": ""}, NO]]) is None
 
 
 def test_each_interface_has_an_address_of_its_own() -> None:
     two = [[("10.0.0.1", 1)], [("10.1.0.1", 1)]]
     others = [[("10.0.0.2", 1)], [("10.1.0.2", 1)]]
     every = [["10.0.0.1", "10.1.0.1"], ["10.0.0.2", "10.1.0.2"]]
-    assert _choice([two, others], [every, every]) == every
-    assert _choice([two, others], [every, [["10.0.0.1"], []]]) is None
+    reached = [dict.fromkeys(each, "") for each in every]
+    assert _choice([two, others], [reached, reached]) == every
+    assert _choice([two, others], [reached, [{"10.0.0.1": ""}, NO]]) is None
 
 
 def test_what_is_not_reached_is_told() -> None:
-    told = _missing(["a", "b"], [A, B], [[[], ["10.0.0.2"]], [["10.0.0.1", "fd00::1"], []]])
-    assert told == "host 0 (a) doesn't reach host 1 (b) at fd00::2"
-    assert "host 1 (b) has no address" in _missing(["a", "b"], [A, [[]]], [[[], []], [[], []]])
+    ways = [[NO, {"10.0.0.2": "", "fd00::2": "No route to host"}], [{"10.0.0.1": ""}, NO]]
+    assert _missing(["a", "b"], [A, B], ways) == (
+        "host 1 (b) doesn't reach host 0 (a) at fd00::1 (its own address too); "
+        "host 0 (a) doesn't reach host 1 (b) at fd00::2 (No route to host)"
+    )
+    assert "host 1 (b) has no address" in _missing(["a", "b"], [A, [[]]], [[NO, NO], [NO, NO]])
 
 
 def test_places_are_tried_at_once_and_each_says_why_it_fails() -> None:

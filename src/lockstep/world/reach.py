@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from lockstep.world.rendezvous import roll_call
 
 _TRY_SECONDS = 5.0  # a packet that is lost is sent again after 1 second, and after 3
 _MOST_TOLD = 4
+_SAME = "its own address too"
 
 # Of a host, for each of its network interfaces: addresses with ports where it listens.
 _Offers: TypeAlias = Sequence[Sequence[tuple[str, int]]]
@@ -72,10 +73,12 @@ class HostsOfRun:
             RendezvousFailed: If hosts don't reach each other.
         """
         found = [self._on(name) for name in interfaces] or [self._on(None)]
+        seconds = min(_TRY_SECONDS, self._timeout.total_seconds() / 4)  # others wait meanwhile
         with ExitStack() as stack:
             is_leader = self._place.rank == self._leader
-            listening = [list(_listen(each, stack)) for each in found] if is_leader else []
-            notes = self._tell("addresses", [socket.gethostname(), listening])
+            listeners = [list(_listen(each, stack)) for each in found] if is_leader else []
+            listening = [[each.getsockname()[:2] for each in those] for those in listeners]
+            notes = self._tell("addresses", [socket.gethostname(), listening, [*addresses()]])
             names = [notes[leader][0] for leader in self._leaders]
             offers: list[_Offers] = [notes[leader][1] for leader in self._leaders]
             if len(set(map(len, offers))) > 1:
@@ -84,17 +87,19 @@ class HostsOfRun:
                     "another. Name as many on each, in the same order, or leave it out."
                 )
             # Most times the first will do; others, which may not be routed, take seconds.
-            for most in (1, None):
-                tried = [[each[:most] for each in theirs] for theirs in offers]
-                notes = self._tell(f"ways/{most}", _reached(tried) if is_leader else [])
-                reached = [notes[leader] for leader in self._leaders]
-                if chosen := _choice(offers, reached):
+            is_more = any(len(each) > 1 for theirs in offers for each in theirs)
+            for most in (1, None) if is_more else (1,):
+                first = [[each[:most] for each in theirs] for theirs in offers]
+                told = self._tell(f"ways/{most}", _tried(first, seconds) if is_leader else [])
+                ways = [told[leader] for leader in self._leaders]
+                if chosen := _choice(offers, ways):
                     return chosen[self._leaders.index(self._leader)]
+            known = {address for note in notes for address in note[2]}
+            came = {each for told in self._tell("sources", _sources(listeners)) for each in told}
         raise RendezvousFailed(
-            f"The hosts don't reach each other: {_missing(names, offers, reached)}. Each address "
-            f"was tried for {_TRY_SECONDS:g} s, at a port that the kernel had chosen, as it does "
-            "for Gloo's and NCCL's. See what a firewall between them does, and name the right "
-            "network interface of each host by GLOO_SOCKET_IFNAME."
+            f"The hosts don't reach each other: {_missing(names, offers, ways)}. Gloo and NCCL "
+            "connect them both ways, at their own addresses and ports that the kernel chooses. "
+            f"{_advice(came - known)}"
         )
 
     def _on(self, interface: str | None) -> list[str]:
@@ -114,37 +119,53 @@ class HostsOfRun:
         return [address for address in dict.fromkeys(found) if not is_local(address)]
 
 
-def _listen(found: Sequence[str], stack: ExitStack) -> Iterator[tuple[str, int]]:
+def _listen(found: Sequence[str], stack: ExitStack) -> Iterator[socket.socket]:
     """Listen at these addresses until ``stack`` ends."""
     for address in found:
         family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
         with suppress(OSError):  # of an interface that is down
             listener = socket.create_server((address, 0), family=family, backlog=1024)
-            stack.enter_context(listener)
-            yield address, listener.getsockname()[1]
+            yield stack.enter_context(listener)
 
 
-def _reached(tried: Sequence[_Offers]) -> list[list[str]]:
-    """Of each host, the addresses that this one reaches; what is its own belongs to no other."""
+def _sources(listeners: Sequence[Sequence[socket.socket]]) -> list[str]:
+    """The addresses from which others have connected."""
+    found = []
+    for listener in (each for those in listeners for each in those):
+        listener.setblocking(False)
+        with suppress(OSError):  # there are no more
+            while True:
+                connection, (source, *_) = listener.accept()
+                connection.close()
+                found.append(source)
+    return found
+
+
+def _tried(offers: Sequence[_Offers], seconds: float) -> list[dict[str, str]]:
+    """Of each host, why this one doesn't reach an address, or "" if it does.
+
+    What is this host's own belongs to no other.
+    """
     local = addresses()
     places = [
         [(address, port) for each in theirs for address, port in each if address not in local]
-        for theirs in tried
+        for theirs in offers
     ]
-    found = answering([place for theirs in places for place in theirs], _TRY_SECONDS)
-    return [[place[0] for place in theirs if not found[place]] for theirs in places]
+    found = answering([place for theirs in places for place in theirs], seconds)
+    return [{place[0]: found[place] for place in theirs} for theirs in places]
 
 
 def _choice(
-    offers: Sequence[_Offers], reached: Sequence[Sequence[Sequence[str]]]
+    offers: Sequence[_Offers], ways: Sequence[Sequence[Mapping[str, str]]]
 ) -> list[list[str]] | None:
     """Addresses of each host that all others reach, of one version of IP; None if there are none.
 
-    ``reached`` has, of each host, the addresses of each that it reaches.
+    ``ways`` has what each host has tried of each: see :func:`_tried`.
     """
     hosts = range(len(offers))
+    reached = [[{a for a in each if not each[a]} for each in theirs] for theirs in ways]
     by_all = [
-        set[str].intersection(*(set(reached[other][host]) for other in hosts if other != host))
+        set[str].intersection(*(reached[other][host] for other in hosts if other != host))
         for host in hosts
     ]
     firsts = [is_ipv6(each[0][0]) for each in offers[0] if each]
@@ -162,19 +183,35 @@ def _choice(
 
 
 def _missing(
-    names: Sequence[str], offers: Sequence[_Offers], reached: Sequence[Sequence[Sequence[str]]]
+    names: Sequence[str], offers: Sequence[_Offers], ways: Sequence[Sequence[Mapping[str, str]]]
 ) -> str:
-    """Who doesn't reach whom, and where."""
+    """Who doesn't reach whom, where and why."""
     told = []
     for host, name in enumerate(names):
         offered = [address for each in offers[host] for address, _ in each]
         if not offered:
             told.append(f"host {host} ({name}) has no address for others")
-        for other, theirs in enumerate(reached):
-            if other != host and (lost := [a for a in offered if a not in theirs[host]]):
+        for other, theirs in enumerate(ways):
+            of_host = theirs[host]
+            if other != host and (lost := [a for a in offered if of_host.get(a, _SAME)]):
                 told.append(
                     f"host {other} ({names[other]}) doesn't reach host {host} ({name}) at "
-                    + " or ".join(lost)
+                    + " or ".join(f"{a} ({of_host.get(a, _SAME)})" for a in lost)
                 )
     more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
     return "; ".join(told[:_MOST_TOLD]) + more
+
+
+def _advice(strangers: Collection[str]) -> str:
+    """What to do, where connections have come from the addresses of ``strangers``."""
+    if not strangers:
+        return (
+            "See what a firewall between them does, and name the right network interface of each "
+            "host by GLOO_SOCKET_IFNAME."
+        )
+    return (
+        f"Connections came from {' and '.join(sorted(strangers))}, which is no host's address: a "
+        "NAT between the hosts translates theirs. By GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, "
+        "name network interfaces of each host, such as those of a VPN, that lead to the others "
+        "without one; or have containers use their hosts' network."
+    )
