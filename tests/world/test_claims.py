@@ -86,7 +86,10 @@ def test_hosts_of_one_name_are_different_hosts(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(rendezvous, "this_kernel", lambda namespace: f"another {namespace}")
         claim(store, FIRST, SOON)
-    with pytest.raises(ContradictoryInit, match=f"process {os.getpid()} on {HERE}, which came fir"):
+    said = (
+        rf"process {os.getpid()} on {HERE} \(another host or container of this name\), which came"
+    )
+    with pytest.raises(ContradictoryInit, match=said):
         claim(store, FIRST, SOON)
     # In the launcher's file, which outlives a restart, it may be a container that has ended.
     claim(store, replace(FIRST, store_path="/proc/1/fd/3"), SOON)

@@ -166,7 +166,9 @@ def _is_another(who: str, place: Placement) -> bool:
 
 def _twice(first: str, place: Placement) -> ContradictoryInit:
     """The error of this process, which came after ``first``: see :func:`_claimant`."""
-    host, _, process = _parts(first)
+    host, where, process = _parts(first)
+    if host == socket.gethostname() and where != this_kernel("pid"):
+        host += " (another host or container of this name)"
     return ContradictoryInit(
         f"Rank {place.rank} of {place.world_size} was claimed by two processes: process "
         f"{process.partition('-')[0]} on {host}, which came first, and process {os.getpid()} on "
