@@ -73,7 +73,7 @@ SHELVES = {
         "comm": 6_100,
         "world": 2_450,
         "grad": 2_900,
-        "nn": 7_300,
+        "nn": 7_350,
         "launcher": 4_100,
         "train": BUDGET_OF_A_MODULE,
     },

@@ -131,6 +131,12 @@ MUTATIONS = {
         "non_blocking=True)",
         _REPLICAS + "test_a_copy_of_a_parameter_on_the_cpu_is_complete_when_its_replica_reads_it",
     ),
+    "groups launch in the order of their gradients": Mutation(
+        "nn/backward.py",
+        "earlier, later = self._sharing_gpus()",
+        "earlier, later = [], []",
+        "tests/simulated/test_launch_order.py",
+    ),
     "a gradient is accumulated on the stream that is current": Mutation(
         "nn/autograd.py",
         "    if not leaves:\n        return []\n    with torch.enable_grad():\n        uses",

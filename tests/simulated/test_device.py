@@ -114,25 +114,3 @@ def test_collectives_of_nccl_block_streams_and_never_the_host(world_size: int) -
     total = sum(8.0 * (rank + 1) for rank in range(world_size))
     for rank, found in enumerate(lockstep.launch(sums, world_size)):
         assert found == (8.0 * (rank + 1), total, 0)
-
-
-def in_another_order(world: lockstep.World, is_other: bool) -> str:
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    x = torch.ones(2, device=world.device)
-    for group in groups:
-        dist.all_reduce(x, group=group)
-    torch.cuda.synchronize()
-    for group in reversed(groups) if is_other and world.rank else groups:
-        dist.all_reduce(x, group=group)
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.forks
-@pytest.mark.parametrize("is_other", [False, True])
-def test_ranks_that_launch_two_groups_in_different_orders_are_told(is_other: bool) -> None:
-    for told in lockstep.launch(in_another_order, 2, (is_other,)):
-        assert ("two communicators in different orders" in told) == is_other

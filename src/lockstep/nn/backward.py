@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import Announced, context_of, in_all_groups, join_state_of, uncompiled
+from lockstep.comm import (
+    Announced,
+    carrier,
+    context_of,
+    in_all_groups,
+    join_state_of,
+    uncompiled,
+)
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
@@ -39,7 +46,9 @@ class BackwardSync:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._weak_group, self.is_alone = weakref.ref(group), group.size() == 1
         # Autograd has a thread for each device: one may run while another waits for a collective.
-        self._lock = threading.RLock()
+        # One lock for all groups on GPUs, of which each begins others: see _sharing_gpus().
+        self._ranks_on_gpus = _ranks_on_gpus(group)
+        self._lock = _lock_on_gpus if self._ranks_on_gpus else threading.RLock()
         self._engines = Engines()
         self._backward: BackwardPass | None = None
         self._num_ended = 0
@@ -141,6 +150,12 @@ class BackwardSync:
     def _begin(self, engine: Engine) -> BackwardPass:
         self.finish_failed()
         backward = BackwardPass(_current_graph_task_id(), self._generation)
+        earlier, later = self._sharing_gpus()
+        for sync in earlier:
+            sync._begin_if_reached()
+            backward.comes_later |= sync.is_running()
+        if self._backward is not None:
+            return self._backward  # an earlier group's has begun it
         if not engine.number:
             self._engines.give_number(engine)
             backward.new_copy = engine
@@ -157,6 +172,8 @@ class BackwardSync:
         except CollectiveFailed as error:
             _advise(error, "beginning")
             raise
+        for sync in later:
+            sync._begin_if_reached()
         return backward
 
     def begin_before_collective(self) -> None:
@@ -165,10 +182,31 @@ class BackwardSync:
         Ranks ask each other at their first gradient which models they reach. On some ranks that
         comes before the layer's collective, on others after it; so all of them ask before it.
         """
-        if not self.is_running() and len(self._engines) > 1:
+        if len(self._engines) > 1:
+            self._begin_if_reached()
+
+    def _begin_if_reached(self) -> None:
+        if not self.is_running():
             with self._lock:
                 if reached := self._engines.reached():
                     self._begin(reached[0])
+
+    def _sharing_gpus(self) -> tuple[list[BackwardSync], list[BackwardSync]]:
+        """Return those of other groups with two of its ranks: of earlier ones by name, and later.
+
+        Ranks must launch collectives of two groups in one order, or NCCL may deadlock, and each has
+        an order of gradients of its own. So groups begin in order, the first of them launches as
+        gradients come, and the others do at the end, one after the other. Shown by
+        test_two_models_in_two_groups_launch_in_one_order.
+        """
+        others = [
+            sync
+            for sync in in_all_groups(BackwardSync)
+            if sync is not self and len(sync._ranks_on_gpus & self._ranks_on_gpus) > 1
+        ]
+        others.sort(key=_group_name)
+        later = [sync for sync in others if _group_name(sync) > _group_name(self)]
+        return others[: len(others) - len(later)], later
 
     def take_part(self, engine: Engine) -> None:
         """Take part in backwards of the other ranks, without gradients, up to one of ``engine``.
@@ -247,10 +285,11 @@ class BackwardSync:
     def _begin_all(self, backward: BackwardPass, engines: Sequence[Engine]) -> None:
         self._backward = backward
         # Nothing is launched before the end of the backward: in join(), which announces the end; if
-        # communication hooks of two models could interleave their collectives; and if layers have
-        # collectives in the backward themselves.
+        # communication hooks of two models could interleave their collectives; if layers have
+        # collectives in the backward themselves; and if an earlier group launches.
         waits = (
-            join_state_of(self._group) is not None
+            backward.comes_later
+            or join_state_of(self._group) is not None
             or (len(engines) > 1 and any(engine.reducer.comm_hook for engine in engines))
             or any(engine.sums_in_backward for engine in engines)
         )
@@ -394,9 +433,24 @@ def _advise(error: CollectiveFailed, place: str) -> None:
         )
 
 
+_lock_on_gpus = threading.RLock()
+
+
 def backward_sync_of(group: dist.ProcessGroup) -> BackwardSync:
     """Return the BackwardSync of ``group``, the same one every time."""
     return context_of(group).get(BackwardSync, partial(BackwardSync, group))
+
+
+def _group_name(sync: BackwardSync) -> str:
+    return sync._group.group_name
+
+
+def _ranks_on_gpus(group: dist.ProcessGroup) -> set[int]:
+    """Return the ranks of ``group`` if GPUs run its collectives; the host runs those of Gloo."""
+    devices = [device for device in getattr(group, "_device_types", ()) if device.type != "cpu"]
+    if all(carrier(group, device) in (None, "gloo") for device in devices):
+        return set()
+    return {*dist.get_process_group_ranks(group)}
 
 
 def all_engines() -> list[Engine]:

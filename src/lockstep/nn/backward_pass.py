@@ -45,6 +45,8 @@ class BackwardPass:
     late: set[Engine] = field(default_factory=set)
     # Whether ranks tell each other their late engines.
     tells_late: bool = False
+    # Whether it launches nothing before its end, as that of an earlier group does.
+    comes_later: bool = False
     # The id() of parameters whose gradients are yet to come, under compiled autograd, which calls
     # no callback at the end of a backward. None otherwise.
     awaited: set[int] | None = None

@@ -67,7 +67,9 @@ def parallelize(
     Args:
         module: The model, already on its device and with its final dtypes. All ranks take rank 0's
             parameters and buffers.
-        process_group: The ranks to keep in step; by default all of ``lockstep.init()``.
+        process_group: The ranks to keep in step; by default all of ``lockstep.init()``. Where two
+            groups have GPUs in common, the later one's gradients are sent when backward is over, as
+            NCCL may deadlock if ranks launch collectives of two groups in different orders.
         bucket_cap_mb: The size of a full bucket, in MiB. Gradients are sent in buckets, each as
             soon as it is full, while backward computes further gradients.
         broadcast_buffers: Whether buffers (BatchNorm's statistics) follow rank 0's, with each

@@ -53,15 +53,16 @@ class LaunchOrder {
     return {start, start + values.size() * sizeof(int64_t)};
   }
 
-  static void compare(const Counts& own, const std::vector<uint8_t>& bytes, int rank) {
+  static void compare(
+      const Counts& own, const std::vector<uint8_t>& bytes, int rank, int other) {
     auto* values = reinterpret_cast<const int64_t*>(bytes.data());
     for (size_t i = 0; i + 1 < bytes.size() / sizeof(int64_t); i += 2) {
       auto found = own.find(values[i]);
       TORCH_CHECK(
           found == own.end() || found->second == values[i + 1],
-          "ranks launch collectives of two communicators in different orders, which may deadlock "
-          "NCCL: one was launched here after ", found->second, " of the other, and on rank ", rank,
-          " of its group after ", values[i + 1]);
+          "ranks ", rank, " and ", other, " of a group launch collectives of two communicators in ",
+          "different orders, which may deadlock NCCL: one was launched on rank ", rank, " after ",
+          found->second, " of the other, and on rank ", other, " after ", values[i + 1]);
     }
   }
 
@@ -456,7 +457,7 @@ class Backend final : public c10d::Backend {
     return [counts, key, rank = getRank(), size = getSize(), store = own.store] {
       for (int other = 0; other < size; other++) {
         auto name = key + "/" + std::to_string(other);
-        if (other != rank) LaunchOrder::compare(counts, store->get(name), other);
+        if (other != rank) LaunchOrder::compare(counts, store->get(name), rank, other);
       }
     };
   }
