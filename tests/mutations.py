@@ -110,8 +110,8 @@ MUTATIONS = [
     _m(
         "test_a_callback_knows_its_rank",
         "comm/threads/ranks.py",
-        "own, _current.context = _current.context, known",
-        "own = _current.context",
+        "before, _current.context = _current.context, known",
+        "before = _current.context",
     ),
     _m(
         "test_torchs_ddp_is_told_of_a_lost_rank",
