@@ -132,15 +132,17 @@ class Columns(Rows[Row]):
         The first of ``names`` comes first; by one with a minus before it, the largest rows do.
         Equal rows stay in their order.
         """
-        given = array("i", range(len(self))) if places is None else places
-        made = array("i", bytes(given.itemsize * len(given)))
-        first, done = _tensor(self.column(names[0]))[_tensor(given)], 0
+        first = _tensor(self.column(names[0]))
+        given = None if places is None else _tensor(places)
+        first = first if given is None else first[given]
+        made, done = array("i", bytes(4 * len(first))), 0
         # A part at a time, as sorting takes several times the memory of what is sorted.
         sample = torch.sort(first[:: max(1, len(first) // _NUM_PARTS**2)]).values
         bounds = sample[::_NUM_PARTS].contiguous()
         part_of = torch.bucketize(first, bounds, out_int32=True, right=True)
         for part in range(len(bounds) + 1):
-            found = _tensor(given)[part_of == part]
+            found = (part_of == part).nonzero().flatten()
+            found = found if given is None else given[found]
             for name in reversed(names):
                 key = _tensor(self.column(name.removeprefix("-")))[found]
                 found = found[torch.argsort(key, stable=True, descending=name.startswith("-"))]
