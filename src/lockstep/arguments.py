@@ -175,7 +175,8 @@ def _device_of(module: nn.Module, name: str, named: Device) -> torch.device:
     devices = {parameter.device for parameter in module.parameters()}
     is_number = isinstance(named, int) and not isinstance(named, bool)
     argument = f"{name}[0]" if name == "device_ids" else name
-    device = as_device(argument, f"cuda:{named}" if is_number else named)
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
+    device = as_device(argument, f"{accelerator.type}:{named}" if is_number else named)
     for other in devices:
         if other.type != device.type or device.index not in (None, other.index):
             raise ValueError(

@@ -201,6 +201,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_set_group_desc": "torch tells a group its description",
         "_set_group_name": "torch tells a group its name",
     },
+    "torch.distributed.Backend": {
+        "_plugins": "how backends of others are made, such as those for NPUs",
+    },
     "torch._C._distributed_c10d.Backend.Options": {
         "_timeout": "how long NCCL waits",
     },

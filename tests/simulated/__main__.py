@@ -1,7 +1,7 @@
 """``make test-simulated``: the tests of ``tests/gpu``, and those here, on simulated devices.
 
-Three times: with devices that work at once, with some that lag, and with some on which nothing runs
-for which nobody waits.
+Three times on GPUs: that work at once, that lag, and on which nothing runs for which nobody waits.
+Then once on such accelerators of a kind that torch doesn't know.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
 from tests.simulated.build import CannotBuild, environment
 
-# Of delays on default streams and on others.
-SETTINGS = ("0,0", "2,7", "lazy")
-# What runs in the last setting alone, as it would find nothing more in others: tests that set
-# delays themselves, and those of memory, which devices keep longest where they run nothing unasked.
+# What runs in the last setting of GPUs alone, as it would find nothing more in others: tests that
+# set delays themselves, and those of memory, which devices keep longest where they run nothing
+# unasked.
 IN_THE_LAST = (
     "tests/simulated/",
     "tests/gpu/test_data_parallel_memory.py",
@@ -25,20 +25,37 @@ IN_THE_LAST = (
 )
 
 
+class Setting(NamedTuple):
+    """The devices, as :func:`tests.simulated.build.environment` has them, and what isn't run."""
+
+    disguise: str
+    delay: str
+    num_devices: int
+    left_out: tuple[str, ...] = ()
+
+
+SETTINGS = (
+    Setting("cuda", "0,0", 3, IN_THE_LAST),
+    Setting("cuda", "2,7", 3, IN_THE_LAST),
+    Setting("cuda", "lazy", 3),
+    Setting("sim", "lazy", 4, ("tests/gpu/",)),
+)
+
+
 def main(arguments: list[str]) -> int:
     """Run pytest in each setting with ``arguments``; return in how many it has failed."""
     failed = 0
-    for delay in SETTINGS:
+    for disguise, delay, num_devices, left_out in SETTINGS:
         try:
-            variables = environment(delay=delay, devices=3)
+            variables = environment(disguise, num_devices, delay)
         except CannotBuild as error:
             print(f"skipped: {error}")
             return 0
-        print(f"== streams with a delay of {delay} ms", flush=True)
+        print(f"== {disguise}: streams with a delay of {delay} ms", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.simulated.plugin"]
+        command += [f"--deselect={name}" for name in left_out]
         fine = {pytest.ExitCode.OK}
-        if delay != SETTINGS[-1]:
-            command += [f"--deselect={name}" for name in IN_THE_LAST]
+        if left_out:
             fine.add(pytest.ExitCode.NO_TESTS_COLLECTED)
         run = subprocess.run([*command, *arguments], env=os.environ | variables)
         failed += run.returncode not in fine

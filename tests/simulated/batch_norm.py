@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.simulated.control import KIND
+
 Tensor = torch.Tensor
 
 
@@ -92,7 +94,7 @@ def with_torchs_batch_norm() -> Iterator[None]:
         "batch_norm_backward_reduce": _backward_reduce,
         "batch_norm_backward_elemt": _backward_elemt,
     }.items():
-        library.impl(name, function, "CUDA")
+        library.impl(name, function, {"cuda": "CUDA"}.get(KIND, "PrivateUse1"))
     try:
         yield
     finally:

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from tests.simulated.control import KIND, NUM_DEVICES
+
 HERE = os.path.dirname(__file__)
 
 
@@ -21,5 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def devices_have_begun() -> None:
     """Before what a test must leave behind is looked at: their memory has descriptors."""
-    for index in range(torch.cuda.device_count() if "SIM_LIBRARY" in os.environ else 0):
-        torch.ones(1, device=f"cuda:{index}")
+    for index in range(NUM_DEVICES):
+        torch.ones(1, device=torch.device(KIND, index))

@@ -45,13 +45,13 @@ class NCCL(metaclass=_OfBackends):
 
     def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None, **_: Any) -> Any:
         options = options or cls.Options()
-        _check_one_device_each(store, rank, size)
-        made = _backend("nccl", store, rank, size, options._timeout)
+        check_one_device_each(store, rank, size)
+        made = connect("nccl", store, rank, size, options._timeout)
         made.options = options
         return made
 
 
-def _check_one_device_each(store: dist.Store, rank: int, size: int) -> None:
+def check_one_device_each(store: dist.Store, rank: int, size: int) -> None:
     own = f"{socket.gethostname()}/{device.get_device()}"
     store.set(f"device/{rank}", own)
     every = [store.get(f"device/{other}").decode() for other in range(size)]
@@ -65,12 +65,12 @@ class Gloo(metaclass=_OfBackends):
     create_default_device = getattr(_RealGloo, "create_default_device", None)
 
     def __new__(cls, store: dist.Store, rank: int, size: int, timeout: Any = _TIMEOUT) -> Any:
-        made = _backend("gloo", store, rank, size, timeout)
+        made = connect("gloo", store, rank, size, timeout)
         made.options = types.SimpleNamespace(global_ranks_in_group=[], group_name="")
         return made
 
 
-def _backend(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def connect(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     def create(number: int) -> Any:
         return _RealGloo(dist.PrefixStore(f"gloo/{number}", store), rank, size, timeout)
 

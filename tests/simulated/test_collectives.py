@@ -15,7 +15,7 @@ from torch import nn
 from torch.futures import Future
 
 import lockstep
-from tests.simulated import cuda
+from tests.simulated import control
 
 pytestmark = pytest.mark.forks
 
@@ -54,8 +54,8 @@ def last_inputs(world: lockstep.World, wrap: Callable, policy: str) -> float:
     parallel = wrap(model, policy)
     x = torch.full((2, 4), world.rank + 1.0, device=world.device)
     parallel(x).sum().backward()
-    torch.cuda.synchronize()
-    with cuda.delayed("0,lazy"):
+    torch.accelerator.synchronize()
+    with control.delayed("0,lazy"):
         parallel(x).sum().backward()
         return model.last.mean().item()
 
@@ -81,8 +81,8 @@ def averaged_by_hook(world: lockstep.World) -> float:
     x = torch.full((2, 4), world.rank + 1.0, device=world.device)
     for delay in ("0,0", "0,0", "0,lazy"):
         model.zero_grad()
-        torch.cuda.synchronize()
-        with cuda.delayed(delay):
+        torch.accelerator.synchronize()
+        with control.delayed(delay):
             (model(x).sum() / 2).backward()
             mean = model.module.weight.grad.mean().item()
     return mean
@@ -136,11 +136,11 @@ def train(world: lockstep.World, overlaps: bool, change: Callable) -> list[torch
     lockstep.shard_optimizer(optimizer, overlap=overlaps)
     x = batch().chunk(2)[world.rank].to(world.device)
     for _ in range(NUM_STEPS):
-        torch.cuda.synchronize()
-        with cuda.delayed("0,lazy"):
+        torch.accelerator.synchronize()
+        with control.delayed("0,lazy"):
             step(model, optimizer, x, change)
             found = [parameter.detach().clone() for parameter in model.parameters()]
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
     return [each.cpu() for each in found]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.simulated import cuda
+from tests.simulated import control
 from tests.simulated.batch_norm import with_torchs_batch_norm
 
 pytestmark = pytest.mark.forks
@@ -157,7 +157,7 @@ def waits(world: lockstep.World, make: Callable, wrap: Callable, step: Step) -> 
     """The waits in some steps, after the first ones."""
     # On "lazy" streams, what a rank has launched runs only once that rank waits for it. A rank that
     # waits over Gloo, on the host, would keep the other, which waits for its part, for ever.
-    cuda.set_delay("0,0")
+    control.set_delay("0,0")
     torch.manual_seed(2)
     model = make(world.rank).to(world.device)
     model, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -166,8 +166,8 @@ def waits(world: lockstep.World, make: Callable, wrap: Callable, step: Step) -> 
     with with_torchs_batch_norm():
         for _ in range(FIRST_STEPS):
             step(model, optimizer, x)
-        torch.cuda.synchronize()
-        with cuda.counted_host_waits() as found:
+        torch.accelerator.synchronize()
+        with control.counted_host_waits() as found:
             for _ in range(NUM_STEPS):
                 step(model, optimizer, x)
             return Counter(found)

@@ -21,11 +21,11 @@ def in_another_order(world: lockstep.World, is_other: bool) -> str:
     x = torch.ones(2, device=world.device)
     for group in groups:
         dist.all_reduce(x, group=group)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     for group in reversed(groups) if is_other and world.rank else groups:
         dist.all_reduce(x, group=group)
     try:
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -91,7 +91,7 @@ def train(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor
         loss(own, x, world.rank).backward()
         for optimizer in optimizers:
             optimizer.step()
-        torch.cuda.synchronize()  # which raises what ranks are told
+        torch.accelerator.synchronize()  # which raises what ranks are told
     return [parameter.detach().cpu() for model in own for parameter in model.parameters()]
 
 

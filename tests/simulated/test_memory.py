@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.simulated import cuda
+from tests.simulated import control
 
 pytestmark = pytest.mark.forks
 
@@ -30,13 +30,13 @@ def peak(world: lockstep.World, kind: str) -> float:
     x = torch.randn(4, 512, device=world.device)
     for step in range(6):
         if step == 4:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / MIB
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() / MIB
 
 
 # In sizes of the parameters: they, their gradients, Adam's state, half of which is another rank's,
@@ -66,11 +66,11 @@ def fork_in_steps(world: lockstep.World, overlaps: bool) -> tuple[int, float]:
     for _ in range(3):
         optimizer.zero_grad()
         model(x).sum().backward()
-        with cuda.counted_host_waits() as waits:
+        with control.counted_host_waits() as waits:
             fork()  # while gradients are pending
             num_waits += waits.total()
         optimizer.step()
-        with cuda.counted_host_waits() as waits:
+        with control.counted_host_waits() as waits:
             fork()  # while parameters are on their way
             num_waits += waits.total()
     loader = torch.utils.data.DataLoader(torch.arange(8.0), 4, num_workers=1)

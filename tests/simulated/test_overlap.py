@@ -13,19 +13,23 @@ from torch import nn
 import lockstep
 from lockstep.optim.arriving import ArrivingParameter
 from lockstep.optim.flat import FlatParameters
-from tests.simulated import cuda
+from tests.simulated import control
 
 pytestmark = pytest.mark.forks
 
 # What the first stream does with a parameter, and what another one sums.
 READS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "function": lambda model: model.weight,
-    "function in Python": lambda model: F.embedding(torch.zeros(1, dtype=int).cuda(), model.weight),
+    "function in Python": lambda model: F.embedding(
+        torch.zeros(1, dtype=int).to(control.KIND), model.weight
+    ),
     "view": lambda model: model.weight.t(),
     "views": lambda model: model.weight.chunk(2)[1],
     "data": lambda model: model.weight.data,
     "detached": lambda model: model.weight.detach()[1:],
-    "storage": lambda model: torch.empty(0, device="cuda").set_(model.weight.untyped_storage()),
+    "storage": lambda model: torch.empty(0, device=control.KIND).set_(
+        model.weight.untyped_storage()
+    ),
     "parameter": lambda model: nn.Parameter(model.weight),
     "copy": lambda model: copy.deepcopy(model.weight),
 }
@@ -43,15 +47,19 @@ def sharded(world: lockstep.World) -> tuple[nn.Module, Callable[[], object]]:
         model(x).square().mean().backward()
         if step < 3:
             optimizer.step()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return model, optimizer.step
 
 
 def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float]:
     """The sums of the parameters as a stream reads them, then others, and when all is over."""
     model, step = sharded(world)
-    main, *others = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    with cuda.delayed("0,lazy"):
+    main, *others = (
+        torch.accelerator.current_stream(),
+        torch.Stream(control.KIND),
+        torch.Stream(control.KIND),
+    )
+    with control.delayed("0,lazy"):
         step()
         if not joins_late:
             for side in others:
@@ -60,11 +68,11 @@ def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float
         for side in others:
             if joins_late:
                 side.wait_stream(main)
-            with torch.cuda.stream(side):
+            with side:
                 sums.append(model.weight.sum())
             side.synchronize()
         assert type(model.weight) is not ArrivingParameter
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return [each.item() for each in [*sums, model.weight.sum()]]
 
 
@@ -77,12 +85,12 @@ def test_each_stream_that_reads_parameters_waits_for_their_update(joins_late: bo
 def moved_to_memory_of_another_stream(world: lockstep.World) -> list[float]:
     """The least and greatest element of a parameter whose data another stream has made."""
     model, step = sharded(world)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    main, side = torch.accelerator.current_stream(), torch.Stream(control.KIND)
     take_back = FlatParameters.take_back
 
     def take_back_and_go_on(flat: FlatParameters) -> bool:
         is_taken = take_back(flat)
-        with torch.cuda.stream(side):  # takes the memory of what was replaced, if it is free
+        with side:  # takes the memory of what was replaced, if it is free
             for _ in range(3):
                 torch.full((64, 64), 9.0, device=world.device)
         side.synchronize()
@@ -90,9 +98,9 @@ def moved_to_memory_of_another_stream(world: lockstep.World) -> list[float]:
 
     FlatParameters.take_back = take_back_and_go_on  # type: ignore[method-assign]
     model.weight.grad = torch.zeros_like(model.weight)
-    torch.cuda.synchronize()
-    with cuda.delayed("lazy,0"):
-        with torch.cuda.stream(side):
+    torch.accelerator.synchronize()
+    with control.delayed("lazy,0"):
+        with side:
             data = torch.full((64, 64), 5.0, device=world.device)
         main.wait_stream(side)
         model.weight.data = data
@@ -109,14 +117,14 @@ def test_data_of_another_stream_is_copied_before_its_memory_is_used_again() -> N
 def read_of_another(world: lockstep.World, name: str) -> list[float]:
     """The sum of what one stream has got from a parameter, as another one reads it, and of it."""
     model, step = sharded(world)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    with cuda.delayed("0,lazy"):
+    main, side = torch.accelerator.current_stream(), torch.Stream(control.KIND)
+    with control.delayed("0,lazy"):
         step()
         side.wait_stream(main)
         read = READS[name](model)
         if name in ("function in Python", "copy"):  # of which the main stream writes the result
             side.wait_stream(main)
-        with torch.cuda.stream(side):
+        with side:
             total = read.sum()
         side.synchronize()
     return [total.item(), READS[name](model).sum().item()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.simulated import cuda
+from tests.simulated import control
 
 pytestmark = pytest.mark.forks
 
@@ -26,15 +25,15 @@ class TwoBranches(nn.Module):
         self.last = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cuda:
+        if x.device.type == "cpu":
             return self.last(self.first(x) + self.second(x))
-        current = torch.cuda.current_stream()
+        current = torch.accelerator.current_stream()
         self.side.wait_stream(current)
         first = second = x
         # In turns, so that a bucket has gradients of both.
         for one, other in zip(self.first, self.second, strict=True):
             first = one(first)
-            with torch.cuda.stream(self.side):
+            with self.side:
                 second = other(second)
         current.wait_stream(self.side)
         second.record_stream(current)
@@ -70,15 +69,15 @@ def of_torch(model: nn.Module) -> nn.Module:
 
 def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[torch.Tensor]:
     model = two_branches().to(world.device)
-    model.side = torch.cuda.Stream()
+    model.side = torch.Stream(control.KIND)
     parallel = wrap(model)
     x = batch(world.world_size).chunk(world.world_size)[world.rank].to(world.device)
-    torch.cuda.synchronize()
-    with cuda.delayed(delay):
+    torch.accelerator.synchronize()
+    with control.delayed(delay):
         for _ in range(3):
             parallel.zero_grad()
             parallel(x).square().sum(1).mean().backward()
-        torch.cuda.current_stream().synchronize()
+        torch.accelerator.current_stream().synchronize()
         return [parameter.grad.cpu() for parameter in model.parameters()]
 
 
@@ -88,7 +87,7 @@ def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[torch.T
 )
 @pytest.mark.parametrize("wrap", [parallelized, wrapped, moved_later, of_torch])
 def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, delay: str) -> None:
-    if torch.cuda.device_count() < world_size:
+    if torch.accelerator.device_count() < world_size:
         pytest.skip("needs a device for each rank")
     expected = two_branches()
     expected(batch(world_size)).square().sum(1).mean().backward()
@@ -107,29 +106,31 @@ class TwoDevices(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for half in self.first, self.second:
             device = half.last.weight.device
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            with torch.accelerator.device_index(device.index):
                 x = half(x.to(device))
         return x
 
 
 def gradients_on_two_devices(world: lockstep.World, delay: str) -> list[torch.Tensor]:
     model = TwoDevices()
-    devices = [torch.device("cuda", number) for number in range(2)]
+    # Ranks can share devices over Gloo, where it carries their tensors.
+    shares = control.KIND == "cuda"
+    first = 0 if shares else 2 * world.rank
+    devices = [torch.device(control.KIND, first + number) for number in range(2)]
     for half, device in zip((model.first, model.second), devices, strict=True):
         half.to(device)
-        half.side = torch.cuda.Stream(device)
-    torch.cuda.set_device(devices[0])
-    # Ranks can share devices over Gloo.
-    group = torch.distributed.new_group([*range(world.world_size)], backend="gloo")
+        half.side = torch.Stream(device)
+    torch.accelerator.set_device_index(devices[0])
+    group = torch.distributed.new_group(backend="gloo" if shares else None)
     parallel = lockstep.parallelize(model, bucket_cap_mb=0.005, process_group=group)
     x = batch(world.world_size).chunk(world.world_size)[world.rank].to(devices[0])
-    torch.cuda.synchronize()
-    with cuda.delayed(delay):
+    torch.accelerator.synchronize()
+    with control.delayed(delay):
         for _ in range(3):
             parallel.zero_grad()
             parallel(x).square().sum(1).mean().backward()
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
         return [parameter.grad.cpu() for parameter in model.parameters()]
 
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import lockstep
 from lockstep.world import devices
+from tests.simulated import control
 
 pytestmark = pytest.mark.forks
-
-
-class NoFloat64(TorchDispatchMode):
-    """Refuses float64 on devices, as MPS does."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.is_cuda and each.dtype == torch.float64:
-                raise TypeError(f"{function} makes float64 on {each.device}")
-        return result
 
 
 def train(
@@ -34,7 +18,9 @@ def train(
 ) -> tuple[list[torch.Tensor], float]:
     """The parameters and buffers of a model that is trained, and the last norm of gradients."""
     if lacks_float64:
-        devices._has_float64 = lambda kind: kind == "cpu"  # type: ignore[assignment]
+        control.device.set_float64(False)
+        if control.KIND == "cuda":  # which is known to have it
+            devices._has_float64 = lambda kind: kind == "cpu"  # type: ignore[assignment]
     torch.manual_seed(2)
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model).to(world.device)
@@ -43,16 +29,16 @@ def train(
     optimizer = lockstep.shard_optimizer(optimizer, overlap=True)
     torch.manual_seed(world.rank)
     x = torch.randn(4 + world.rank, 8, device=world.device, requires_grad=differentiates)
-    with NoFloat64() if lacks_float64 else torch.enable_grad():
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = lockstep.mean(model(x).square().sum(1), weight=torch.arange(len(x)))
-            if differentiates:
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + lockstep.mean(slope.square().sum(1))
-            loss.backward()
-            norm = lockstep.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = lockstep.mean(model(x).square().sum(1), weight=torch.arange(len(x)))
+        if differentiates:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + lockstep.mean(slope.square().sum(1))
+        loss.backward()
+        norm = lockstep.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert devices._has_float64(control.KIND) != lacks_float64
     return [each.detach().cpu() for each in model.state_dict().values()], norm.item()
 
 

@@ -10,7 +10,6 @@ from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average
 from .any_group import can_exchange_buffers as can_exchange_buffers
 from .any_group import can_overlap as can_overlap
-from .any_group import carrier as carrier
 from .any_group import check_same_facts as check_same_facts
 from .any_group import default_group as default_group
 from .any_group import device_of_facts as device_of_facts
@@ -33,6 +32,9 @@ from .arguments import without_repeats as without_repeats
 from .backends import SHM as SHM
 from .backends import THREADS as THREADS
 from .backends import register_backends as register_backends
+from .carriers import backend_name as backend_name
+from .carriers import carrier as carrier
+from .carriers import carries as carries
 from .collectives import Collectives as Collectives
 from .collectives import reduction_for as reduction_for
 from .context import GroupContext as GroupContext

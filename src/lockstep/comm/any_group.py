@@ -167,17 +167,6 @@ def device_of_facts(group: ProcessGroup) -> torch.device:
     return device
 
 
-def carrier(group: ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend with which ``group`` carries tensors on ``device``, if it does."""
-    if hasattr(group, "empty"):  # one of ours
-        return group.name() if device.type == "cpu" else None
-    try:
-        name: str = group._get_backend(torch.device(device.type)).name()
-    except RuntimeError:
-        return None
-    return name
-
-
 def without_wait(values: Tensor, device: torch.device) -> Tensor:
     """Return ``values``, of the CPU, on ``device``, for which the host doesn't wait.
 

@@ -9,15 +9,14 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.carriers import connect
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.failures import STORE_SECONDS, answered
 from lockstep.comm.transport import Membership, Signature
 from lockstep.comm.work import WorkQueue
 from lockstep.deadline import Deadline
@@ -112,24 +111,14 @@ class BaseGroup(dist.ProcessGroup):
             raise BackendUnavailable(
                 f"The backend {cpu!r} is for tensors on the CPU, and this one is on "
                 f"{device_type!r}. Create the group with a backend for both, such as "
-                f"'cpu:{cpu},{device_type}:nccl'."
+                f"'cpu:{cpu},{device_type}:"
+                f"{dist.Backend.default_device_backend_map.get(device_type, 'nccl')}'."
             )
         ranks = dist.PrefixStore(f"{device_type}/", self._store), self._rank, self._size
-        backend: Any
-        if name == "nccl" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(*ranks, options)
-        elif name == "gloo":
-            connect = partial(dist.ProcessGroupGloo, *ranks, timeout=timeout)
-            backend = answered(connect, timeout.total_seconds() + STORE_SECONDS)
-        else:
-            raise BackendUnavailable(
-                f"The backend {name!r} can't be used beside {cpu!r}: torch doesn't have it here, "
-                "or it isn't 'nccl' or 'gloo'."
-            )
-        backend._set_sequence_number_for_group()
-        kind = getattr(dist.ProcessGroup.BackendType, name.upper())
+        backend = connect(name, device_type, *ranks, timeout)
+        if name in ("gloo", "nccl"):  # as torch does
+            backend._set_sequence_number_for_group()
+        kind = dist.Backend.backend_type_map[name]
         group = dist.ProcessGroup(*ranks)
         group._set_default_backend(kind)
         group._register_backend(torch.device(device_type), kind, backend)

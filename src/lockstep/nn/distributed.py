@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.futures import Future
 
 from lockstep.arguments import Device, check_flag, check_module, check_type, only_device, refusal
-from lockstep.comm import SingleRankGroup, broadcast_tensors, default_group
+from lockstep.comm import SingleRankGroup, backend_name, broadcast_tensors, default_group
 from lockstep.grad import MIB, CommHook, describe_buckets
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
@@ -428,7 +428,7 @@ class DistributedDataParallel(
             "module_name": type(self.module).__name__,
             "world_size": group.size() if group is not None else 1,
             "rank": group.rank() if group is not None else 0,
-            "backend_name": group.name() if group is not None else None,
+            "backend_name": backend_name(group, self.device) if group is not None else None,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "bucket_sizes": [b.gradient_bytes for r in reducers for b in describe_buckets(r)],

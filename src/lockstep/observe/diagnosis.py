@@ -94,7 +94,7 @@ def doctor(nprocs: str | None = None, as_json: bool = False) -> bool:
 
 def choice_of(machine: Machine, num_ranks: int) -> Choice:
     """Return what ``init()`` chooses for ``num_ranks`` ranks of this host that it has started."""
-    num_gpus, kind = len(machine.gpus), machine.kind
+    num_gpus, kind, noun = len(machine.gpus), machine.kind, _noun(machine.kind)
     device = choose_device(0, num_ranks, num_gpus, one_device_per_task=False, kind=kind)
     if num_gpus and num_ranks > 1 and backend_of(kind) is None:
         device, reason = (
@@ -102,9 +102,10 @@ def choice_of(machine: Machine, num_ranks: int) -> Choice:
             f"no backend of torch.distributed carries tensors of {kind}",
         )
     elif device.type != "cpu":
-        reason = f"each rank gets one of {num_gpus} GPUs"
+        reason = f"each rank gets one of {num_gpus} {noun}s"
     elif num_gpus:
-        reason = f"{num_ranks} ranks would have to share {num_gpus} GPUs: -n {num_gpus} uses them"
+        reason = f"{num_ranks} ranks would have to share {num_gpus} {noun}s: "
+        reason += f"-n {num_gpus} uses them"
     else:
         reason = "there is no GPU that torch can use"
     backend = choose_backend(device)
@@ -114,6 +115,10 @@ def choice_of(machine: Machine, num_ranks: int) -> Choice:
         reason += ", and ranks of one Linux host share memory"
     num_threads = check_num_threads(None, num_ranks)
     return Choice(num_ranks, num_threads, device.type, backend, reason)
+
+
+def _noun(kind: str) -> str:
+    return "GPU" if kind in _KINDS_OF_GPUS else f"{kind} device"
 
 
 def try_ranks(choice: Choice) -> Trial:
@@ -211,7 +216,7 @@ def _of_gpus(machine: Machine, choice: Choice) -> Iterator[Finding]:
     if len(machine.gpus) > choice.num_ranks or (machine.gpus and choice.device == "cpu"):
         yield Finding(
             False,
-            f"There are {len(machine.gpus)} GPUs, and {choice.num_ranks} ranks.",
+            f"There are {len(machine.gpus)} {_noun(machine.kind)}s, and {choice.num_ranks} ranks.",
             f"Leave -n out, or give -n {len(machine.gpus)}, to use one for each rank.",
         )
     for index, gpu in enumerate(machine.gpus):
@@ -324,7 +329,7 @@ def _rows(machine: Machine, choice: Choice, trial: Trial) -> Iterator[tuple[str,
     yield "versions", ", ".join(" ".join(pair) for pair in machine.versions.items())
     yield "cores", f"{machine.num_cores} of {machine.num_host_cores}"
     yield "memory", f"{machine.room_bytes / _GIB:,.1f} GiB are left"
-    kind = "GPU" if machine.kind in _KINDS_OF_GPUS else machine.kind
+    kind = _noun(machine.kind).removesuffix(" device")
     for index, gpu in enumerate(machine.gpus):
         memory = f", {gpu.memory_bytes / _GIB:,.0f} GiB" if gpu.memory_bytes is not None else ""
         yield f"{kind} {index}", f"{gpu.name}{memory}"

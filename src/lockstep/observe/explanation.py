@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.arguments import divided_by_torch
+from lockstep.comm import backend_name
 from lockstep.data import cuts
 from lockstep.errors import ModelError
 from lockstep.grad import DeferredParameter, describe_buckets
@@ -165,7 +166,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
     facts["ranks"] = {
         "world_size": num_ranks,
         "rank": 0 if group is None else group.rank(),
-        "backend": None if group is None else str(group.name()),
+        "backend": None if group is None else backend_name(group, _devices_of(module)[0]),
         "device": device,
     }
     kept = f"kept in step by {num_ranks} ranks" if num_ranks > 1 else "trained by one rank"
@@ -434,8 +435,11 @@ def _shared(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _device_of(module: nn.Module) -> str:
-    devices = dict.fromkeys(str(parameter.device) for parameter in module.parameters())
-    return ", ".join(devices) or str(init().device)
+    return ", ".join(dict.fromkeys(map(str, _devices_of(module))))
+
+
+def _devices_of(module: nn.Module) -> list[torch.device]:
+    return [parameter.device for parameter in module.parameters()] or [init().device]
 
 
 def _count(module: nn.Module) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lockstep.comm import SHM, Segment, check_room
 from lockstep.errors import InitError, LockstepError
 from lockstep.launcher import num_cores
-from lockstep.world import Starter, accelerator, detect, num_accelerators
+from lockstep.world import Starter, accelerator, backend_of, detect, num_accelerators
 
 # Variables that make a difference to ranks, by the beginnings of their names.
 _VARIABLES = ("CUDA_VISIBLE", "GLOO_", "LOCKSTEP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "TORCH_")
@@ -160,11 +160,14 @@ def _gpus() -> list[Gpu]:
 
 def _backends() -> dict[str, str]:
     lacks = "this torch is built without it"
+    kind = accelerator()
+    own = backend_of(kind) if kind is not None else None  # another package may have brought it
     return {
         SHM: _why_not_shm(),
         "gloo": "" if dist.is_gloo_available() else lacks,
         "nccl": "" if dist.is_nccl_available() else lacks,
         "mpi": "" if dist.is_mpi_available() else lacks,
+        **({own: ""} if own is not None else {}),
     }
 
 

@@ -16,6 +16,7 @@ from lockstep.comm import Started, has_compiled, uncompiled
 from lockstep.errors import CollectiveFailed
 from lockstep.grad import DeferredParameter
 from lockstep.torch_private import DisableTorchFunctionSubclass
+from lockstep.world import is_capturing
 
 # Functions of torch that need no values: properties, and methods.
 _PROPERTIES = """
@@ -97,6 +98,8 @@ class Arrival:
         if self._device is None:
             collective.wait()
             return True
+        # What was read before a graph is captured has arrived: torch.cuda.graph begins when the
+        # device has done all.
         if self._event is not None and (is_capturing() or self._event.query()):
             return True
         stream = torch.accelerator.current_stream(self._device)
@@ -127,14 +130,6 @@ class Arrival:
                 return False
             parameter.__class__ = cls if is_read else ArrivingParameter
             return True
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is captured: events can't be asked then.
-
-    Whatever was read before has arrived: ``torch.cuda.graph`` begins when the device has done all.
-    """
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of, device_of_facts, global_rank, sum_at
 from lockstep.grad import name_of
-from lockstep.optim.arriving import is_capturing
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
 from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
@@ -33,6 +32,7 @@ from lockstep.optim.shard import LocalGroup, Shard
 from lockstep.optim.state import decoded, encoded, put_state
 from lockstep.optim.uneven import gather_json
 from lockstep.optim.whole import WholeParameter
+from lockstep.world import is_capturing
 
 # Larger parameters aren't repeated.
 _NUMEL = 16 * 1024

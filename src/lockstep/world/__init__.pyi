@@ -5,6 +5,7 @@ from .devices import backend_of as backend_of
 from .devices import choose_backend as choose_backend
 from .devices import choose_device as choose_device
 from .devices import device_of_sums as device_of_sums
+from .devices import is_capturing as is_capturing
 from .devices import num_accelerators as num_accelerators
 from .environment import Placement as Placement
 from .environment import Starter as Starter

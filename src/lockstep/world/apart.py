@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm import STORE_SECONDS, answered, context_of, uncompiled
 from lockstep.deadline import Deadline
 from lockstep.torch_private import _get_default_store
+from lockstep.world.devices import is_capturing
 from lockstep.world.facts import (
     Kept,
     checksums_of,
@@ -130,7 +130,7 @@ def _look(
     The first rank may ``wait`` for those of others, for so many seconds. Parameters and gradients
     are looked at only if the optimizer ``has_gradients`` for a step.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return False  # where nothing may be read
     if not is_room_in_stores():
         return True  # facts are added to the store's file for as long as a run takes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import SHM
+from lockstep.comm import SHM, carries
 from lockstep.errors import BackendUnavailable
 from lockstep.world.environment import Placement
 
@@ -41,7 +41,17 @@ def backend_of(kind: str) -> str | None:
         name = dist.get_default_backend_for_device(kind)
     except ValueError:
         return None
-    return name if kind in dist.Backend.backend_capability.get(name, []) else None
+    return name if carries(name, kind) else None
+
+
+def is_capturing() -> bool:
+    """Whether a graph of the accelerator's work is captured, as a CUDA graph is.
+
+    Nothing may be read then, and events can't be asked.
+    """
+    if (kind := accelerator()) is None:
+        return False
+    return bool(getattr(torch.get_device_module(kind), "is_current_stream_capturing", bool)())
 
 
 @functools.cache
@@ -164,7 +174,10 @@ def carried_device(device: torch.device, backend: str | None, *, is_chosen: bool
     Raises:
         BackendUnavailable: If the program has asked for both, or the backend isn't for the CPU.
     """
-    if backend is None or device.type == "meta" or device.type in (kinds := carriers(backend)):
+    if backend is None or device.type == "meta":
+        return device
+    kinds = [kind for kind, name in carriers(backend).items() if carries(name, kind)]
+    if device.type in kinds:
         return device
     if is_chosen and "cpu" in kinds:
         _log.warning(
@@ -173,9 +186,9 @@ def carried_device(device: torch.device, backend: str | None, *, is_chosen: bool
         )
         return _CPU
     raise BackendUnavailable(
-        f"The backend {backend!r} carries tensors of {' and '.join(sorted(kinds))} between ranks, "
-        f"and this rank's device is {device}. Give init() another device, leave 'backend' out to "
-        f"let lockstep choose, or give backend={choose_backend(device)!r}."
+        f"The backend {backend!r} carries tensors of {' and '.join(sorted(kinds)) or 'no device'} "
+        f"between ranks, and this rank's device is {device}. Give init() another device, leave "
+        f"'backend' out to let lockstep choose, or give backend={choose_backend(device)!r}."
     )
 
 

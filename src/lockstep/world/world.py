@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from lockstep.arguments import as_device, check_process_group, check_type
 from lockstep.comm import (
+    SHM,
     THREADS,
     SingleRankGroup,
     bind_gloo,
+    carries,
     rank_context,
     register_backends,
     this_network,
@@ -144,7 +146,7 @@ def init(
         backend: A backend of torch.distributed, such as ``"gloo"``, ``"nccl"`` or
             ``"shm"``. By default that of the accelerators (NCCL for GPUs), with Gloo for the CPU;
             on the CPU, memory that the ranks of a host share. Should that fail, all ranks go on
-            with Gloo, and a warning says why.
+            with Gloo, and a warning says why; or raise, if Gloo doesn't carry the device's tensors.
         device: Where this rank computes. By default an accelerator of its own, such as
             ``cuda:local_rank``, where each host has one for each of its ranks (CUDA, ROCm, XPU,
             MPS, and what registers itself with torch), else the CPU; with fewer, a warning says so.
@@ -158,7 +160,8 @@ def init(
     Raises:
         RendezvousFailed: If the others can't be reached, or don't come, within ``timeout``.
         ValueError: If ``timeout`` isn't more than 0, or torch knows no such ``device``.
-        BackendUnavailable: If the ``backend`` asked for can't be used here.
+        BackendUnavailable: If the ``backend`` asked for can't be used here, or the ``device``
+            isn't there, or no backend carries its tensors.
         ContradictoryInit: If ``init()`` was called before, for something else.
         InitError: If the starter's environment variables make no sense.
     """
@@ -361,6 +364,15 @@ def _uses_nccl(backend: str, device: torch.device) -> bool:
     return "nccl" in backend and device.type == "cuda"
 
 
+def _name_default(device: torch.device, backend: str) -> None:
+    """Tell torch which backend is the first of those of the group of all ranks."""
+    # It knows NCCL alone. Otherwise it warns of a missing one when the group is destroyed.
+    group = dist.group.WORLD
+    if group is not None and group.name() == "undefined":
+        name = carriers(backend).get(device.type, "gloo")
+        group._set_default_backend(dist.Backend.backend_type_map[name])
+
+
 def _create_group(
     place: Placement, device: torch.device, wanted: _Wanted, store: dist.Store
 ) -> None:
@@ -371,10 +383,13 @@ def _create_group(
 
     def create(backend: str, store: dist.Store) -> None:
         options: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
-        if _uses_nccl(backend, device):
+        # A backend of ours connects NCCL with the first tensor on a device.
+        has_ours = not {SHM, THREADS}.isdisjoint(carriers(backend).values())
+        if _uses_nccl(backend, device) and not has_ours:
             options["device_id"] = device  # NCCL connects now, so that it fails here if it does
         try:
             dist.init_process_group(backend, store=store, timeout=wanted.timeout, **options)
+            _name_default(device, backend)
         except (RuntimeError, ValueError, SharedMemoryFull) as error:
             drop_full_stores(error)
             if dist.is_initialized():
@@ -397,11 +412,16 @@ def _create_group(
     notes = roll_call(dist.PrefixStore("went", store), place, wanted.timeout, note=trouble)
     if not any(notes):
         return None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not carries(GLOO, device.type):
+        raise BackendUnavailable(
+            f"{backend} can't be used, and Gloo carries no tensors of {device.type} in its place. "
+            f"It said, {next(filter(None, notes))} Give init(device='cpu') to compute there."
+        )
     if place.rank == 0:
         first = next(filter(None, notes))
         _log.warning("%s can't be used, going on with Gloo. It said, %s", backend, first)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return create(GLOO, dist.PrefixStore("gloo", store))
 
 
@@ -427,7 +447,10 @@ def _from_existing_group(wanted: _Wanted) -> World:
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
     place = replace(place, one_device_per_task=told.one_device_per_task)
     wanted = wanted._replace(backend=str(dist.get_backend_config(group)))
-    return _world(place, _agreed_device(place, local, wanted, store), local)
+    device = _agreed_device(place, local, wanted, store)
+    if wanted.device is not None:  # otherwise the program has made one current, or will
+        make_current(device)
+    return _world(place, device, local)
 
 
 def _leave() -> None:

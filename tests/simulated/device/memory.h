@@ -181,6 +181,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     }
     return stats;
   }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    return {Arena::NUM_BYTES - Memory::get().counts(device).num_allocated, Arena::NUM_BYTES};
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override { Memory::get().reset_peak(device); }
 };

@@ -56,6 +56,24 @@ TORCH_LIBRARY_IMPL(aten, KEY, library) {
       torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
+#ifndef SIMULATE_CUDA
+// In mixed precision the same operators as CUDA's: torch has a list, but registers it for kinds of
+// devices that it knows.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FP32_SET_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FP32_SET_DTYPE)
+  AT_FORALL_PROMOTE(PROMOTE)
+}
+#endif
+
 void set_delay(int64_t default_stream, int64_t side_streams, int device) {
   for (int index = 0; index < num_devices(); index++) {
     if (device >= 0 && device != index) continue;
@@ -125,6 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_forked", [] { return is_forked.load(); });
   module.def("is_used", [] { return is_used.load(); });
   module.def("default_generator", [](int device) { return default_generator(device); });
+  module.def("set_float64", [](bool is_there) { has_float64 = is_there; });
   module.def("sleep", [](int64_t milliseconds) {
     current_stream(current_device).submit("sleep", [milliseconds] {
       std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));

@@ -108,13 +108,24 @@ inline c10::Device device_or_current(std::optional<at::Device> device) {
   return device && device->has_index() ? *device : c10::Device(DEVICE_TYPE, current_device);
 }
 
+// Whether devices compute in float64: MPS doesn't, nor do some of XPU.
+inline std::atomic<bool> has_float64{true};
+
+inline at::ScalarType checked(std::optional<at::ScalarType> given) {
+  auto dtype = c10::dtype_or_default(given);
+  TORCH_CHECK_TYPE(
+      has_float64 || (dtype != at::kDouble && dtype != at::kComplexDouble),
+      "Cannot convert a tensor to float64 on a simulated device that has no float64");
+  return dtype;
+}
+
 inline at::Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device_or_current(device));
   return at::detail::empty_strided_generic(
       size, stride, &device_allocator, c10::DispatchKeySet(DISPATCH_KEY),
-      c10::dtype_or_default(dtype));
+      checked(dtype));
 }
 
 inline at::Tensor empty(
@@ -123,8 +134,7 @@ inline at::Tensor empty(
     std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(device_or_current(device));
   return at::detail::empty_generic(
-      size, &device_allocator, c10::DispatchKeySet(DISPATCH_KEY), c10::dtype_or_default(dtype),
-      format);
+      size, &device_allocator, c10::DispatchKeySet(DISPATCH_KEY), checked(dtype), format);
 }
 
 // ---------------------------------------------------------------------------------- the fallback
