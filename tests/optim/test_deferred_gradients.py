@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -359,32 +358,6 @@ def test_gradients_stay_for_a_rank_that_reads_them_late(backend: str) -> None:
                 torch.testing.assert_close(found, expected[number], rtol=0, atol=0)
             for parameter in model.parameters():
                 parameter.grad = None
-
-    run_ranks(2, body, backend=backend)
-
-
-@BACKENDS
-def test_gradients_are_those_of_a_rank_that_has_dropped_its_model_since(backend: str) -> None:
-    """It may use their memory for others, once the ranks have met in some further backwards."""
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        models = [lockstep.parallelize(nn.Linear(64, 64), process_group=group) for _ in range(2)]
-        optimizers = [sharded_sgd(model) for model in models]
-        x = torch.full((1, 64), 1.0 + rank)
-        models[0](x).sum().backward()
-        if rank:
-            del models[0], optimizers[0]
-            gc.collect()
-        for _ in range(2 * group.NUM_KEPT):
-            models[-1](x).sum().backward()
-            optimizers[-1].step()
-            optimizers[-1].zero_grad()
-            group.empty(8192).fill_(7.0)  # for which memory that nobody keeps is taken
-        if not rank:
-            assert torch.equal(models[0].weight.grad, torch.full((64, 64), 1.5))
-
-    def sharded_sgd(model: nn.Module) -> Any:
-        return lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
     run_ranks(2, body, backend=backend)
 
