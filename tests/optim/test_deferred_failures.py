@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -74,6 +75,35 @@ def test_a_failed_backward_keeps_what_was_accumulated(backend: str) -> None:
                 loss.backward()
             handle.remove()
             found.append([torch.zeros(0) if p.grad is None else p.grad for p in model.parameters()])
+        return found
+
+    for plain, own in run_ranks(2, body, backend=backend):
+        torch.testing.assert_close(own, plain, rtol=0, atol=0)
+
+
+@BACKENDS
+def test_the_next_backward_adds_to_what_a_failed_one_has_copied(backend: str) -> None:
+    """Gradients so large that they are copied as they come; nobody has read them meanwhile."""
+    first = nn.Sequential(*(nn.Linear(160, 160, bias=False) for _ in range(3)))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+        x, found = torch.full((2, 160), 1.0 + rank), []
+        for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
+            model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+            optimizer = shard(adamw(model.parameters()))
+            for step in range(4):
+                handle = model[1].weight.register_hook(fail) if step == 2 else None
+                with pytest.raises(ArithmeticError) if handle else contextlib.nullcontext():
+                    model(x).square().mean().backward()
+                if handle is None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    handle.remove()
+            found.append([p.detach().clone() for p in model.parameters()])
         return found
 
     for plain, own in run_ranks(2, body, backend=backend):

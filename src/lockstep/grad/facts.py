@@ -48,7 +48,7 @@ def write_facts(
     """
     numbers: Sequence[float] = [fact / 4 / num_ranks for fact in told]
     if failed_rank is not None:
-        numbers, accumulated = [1, failed_rank], bytearray(len(accumulated))
+        numbers = [1, failed_rank]
     used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
     for facts, values in (used, accumulated), (failures, numbers):
         if len({*values}) < 2:  # as in most steps
