@@ -50,6 +50,28 @@ def done(tensor: Any) -> Future:
     return future
 
 
+def test_a_hook_that_comes_between_steps_is_called_from_then_on() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, calls = wrapped(group), []
+
+        def note(_, bucket):
+            calls.append(bucket.index())
+            return default_hooks.allreduce_hook(group, bucket)
+
+        for step in range(4):
+            if step == 2:
+                model.register_comm_hook(None, note)
+            model.zero_grad()
+            model(batches(2)[rank]).sum().backward()
+            if not step:
+                expected = gradients_of(model)
+            assert bool(calls) == (step >= 2)
+            for gradient, its in zip(gradients_of(model), expected, strict=True):
+                torch.testing.assert_close(gradient, its)
+
+    run_ranks(2, body)
+
+
 def test_a_hook_is_called_for_each_bucket_once_in_index_order() -> None:
     steps, state = 4, object()
 
