@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import shutil
 import subprocess
@@ -139,10 +140,13 @@ def unchanged(tests: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         copy_to(folder)
-        places = [place for test in tests for place in places_of(test)]
-        places = [place for place in places if not place.startswith(_SIMULATED)]
-        result = run(folder, places, {})
-    return "" if result.code in (_PASSED, _NOTHING_FOUND) else result.output
+        simulated = [test for test in tests if places_of(test)[0].startswith(_SIMULATED)]
+        places = [place for test in tests if test not in simulated for place in places_of(test)]
+        results = [run(folder, places, {})] if places else []
+        with contextlib.suppress(CannotBuild):
+            results += [run_anywhere(folder, test) for test in simulated]
+    wrong = [result for result in results if result.code not in (_PASSED, _NOTHING_FOUND)]
+    return "\n".join(result.output for result in wrong)
 
 
 def main(arguments: Sequence[str]) -> int:
