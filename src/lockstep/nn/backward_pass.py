@@ -94,8 +94,6 @@ class BackwardPass:
         for engine in engines:
             (engine.end_backward if is_over else engine.fail_backward)()
         if outcome is Outcome.MISMATCHED:
-            for engine in engines:
-                engine.reducer.drop_pass()
             for engine in self.engines[self.num_continued :]:
                 engine.num_backwards -= 1
         return any(engine.reducer.phase is Phase.FAILED for engine in self.engines)
