@@ -98,15 +98,16 @@ class Run:
     def _start(self, host: int) -> subprocess.Popen[str]:
         # In the meeting, a third host is waited for.
         num_hosts = 3 if self.phase == "meeting" else 2
-        return subprocess.Popen(
-            [*self.hosts.on(host), sys.executable, "-m", "lockstep", "run", "-n", "2",
+        return self.hosts.start(
+            host,
+            [sys.executable, "-m", "lockstep", "run", "-n", "2",
              "--nnodes", str(num_hosts), "--node-rank", str(host),
              "--rdzv-endpoint", f"{self.hosts.address(0)}:29500",
              "--rdzv-timeout", str(MEETING_SECONDS), "--host-timeout", str(HOST_SECONDS),
              str(self._script), self.phase, str(self._folder)],
+            may_fork=host < 2,  # the third comes after the fault
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )  # fmt: skip
 
     def come_to_phase(self) -> None:

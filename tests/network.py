@@ -6,14 +6,16 @@ made. What else hosts don't share, such as files and memory, these do.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,26 @@ class Hosts:
             return enter
         rename = 'hostname "$0" && exec "$@"'
         return [*enter, "unshare", "--uts", "sh", "-c", rename, self._hostnames[host]]
+
+    def start(
+        self, host: int, command: Sequence[str], *, may_fork: bool = True, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start ``command`` on ``host``, with options of ``subprocess.Popen``.
+
+        On a host under the test's own name an interpreter may be forked. See tests/interpreters.py.
+        Not when another process has just been killed, whose children this one would adopt.
+        """
+        if host in self._hostnames or not may_fork:
+            return subprocess.Popen([*self.on(host), *command], text=True, **options)
+        path, new_network = f"/run/netns/{self._names[host]}", 0x40000000  # from <sched.h>
+
+        def enter() -> None:  # which is pickled by value: not all that fork know this module
+            libc = ctypes.CDLL(None, use_errno=True)
+            with open(path) as namespace:
+                if libc.setns(namespace.fileno(), new_network):
+                    raise OSError(ctypes.get_errno(), f"can't enter the network at {path}")
+
+        return subprocess.Popen(command, preexec_fn=enter, text=True, **options)
 
     @staticmethod
     def address(host: int) -> str:
@@ -139,12 +161,12 @@ def start_on(
     """Start two ranks of ``script`` on each of two ``hosts``."""
     endpoint = f"{address}:29500"
     return [
-        subprocess.Popen(
-            [*hosts.on(number), sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
+        hosts.start(
+            number,
+            [sys.executable, "-m", "lockstep", "run", "--nnodes", "2", "-n", "2",
              "--node-rank", str(number), "--rdzv-endpoint", endpoint, *options, str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for number in range(2)
     ]  # fmt: skip

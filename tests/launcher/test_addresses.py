@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.bench import Bench, lines_of
 from tests.network import Hosts, hosts_of_a_network
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.forks, pytest.mark.long]
 
 # The default group, and one of torch's own; and where Gloo listens.
 TOTAL = """
@@ -41,13 +41,13 @@ def run_on(
     """The exit status and output of a launcher on each of the ``hosts``, of two ranks each."""
     script = bench.script(text)
     runs = [
-        subprocess.Popen(
-            [*hosts.on(host), sys.executable, "-m", "lockstep", "run", "-n", "2",
+        hosts.start(
+            host,
+            [sys.executable, "-m", "lockstep", "run", "-n", "2",
              "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30",
              *map(str, options[host] if options else ["--node-rank", host]), str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env={**os.environ, **environ},
         )
         for host, environ in enumerate(environs)

@@ -92,8 +92,8 @@ COUNT_BYTES = """
     import torch, torch.distributed as dist, lockstep
 
     def sent():
-        cables = Path("/sys/class/net").glob("cable/statistics/tx_bytes")
-        return sum(int(path.read_text()) for path in cables)
+        lines = map(str.split, Path("/proc/net/dev").read_text().splitlines())
+        return sum(int(words[9]) for words in lines if words[0] == "cable:")
 
     world = lockstep.init()
     gloo = dist.new_group(backend="gloo")
