@@ -37,11 +37,17 @@ try:
         places = [place or world.device for place in plan["model"]]
         model = nn.Sequential(*(nn.Linear(4, 4).to(place) for place in places))
         lockstep.parallelize(model)
-        x = torch.ones(2, 4)
-        for place, part in zip(places, model):
-            x = part(x.to(place))
-        x.sum().backward()
+        for step in range(3):
+            model.zero_grad()
+            x = torch.full((2, 4), rank + 1.0)
+            for part in model:
+                x = part(x.to(part.weight.device))
+            if step == plan.get("moves"):
+                model.to("cpu")
+            x.sum().backward()
         told = "trained"
+        if "moves" in plan:
+            told = f"{model[0].weight.grad.device} {model[0].weight.grad.mean():.1f}"
 except Exception as error:
     told = f"{type(error).__name__}: {error}"
 print("TOLD", json.dumps([rank, told]), flush=True)
@@ -215,3 +221,17 @@ def test_the_device_that_is_asked_for_is_the_current_one(tmp_path: Path) -> None
             plans = [{"init": {"device": f"{KIND}:{index}"}, "makes": KIND} for index in indices]
             expected = [f"{KIND}:{index}" for index in indices]
             assert told(tmp_path, *({**plan, **group} for plan in plans)) == expected
+
+
+def test_a_model_that_is_moved_before_its_first_backward_has_its_means_there(
+    tmp_path: Path,
+) -> None:
+    assert told(tmp_path, {"model": [HERE], "moves": 0}) == ["cpu 3.0"] * 2
+
+
+def test_a_model_that_is_moved_before_a_later_backward_is_named_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    for rank, text in enumerate(told(tmp_path, {"model": [HERE], "moves": 2})):
+        assert text.startswith("ParameterChanged: The gradient of '0.bias' is (4,) float32 on cpu")
+        assert f"but was (4,) float32 on {KIND}:{rank} when it was made parallel" in text
