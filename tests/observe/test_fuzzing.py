@@ -349,6 +349,7 @@ def test_a_number_of_thousands_of_digits_is_no_line_and_no_time(
     digits = "9" * 5000
     text = DUMP.decode().replace("line 40 ", f"line {digits} ")
     assert [frame.line for frame in attach._main_stack(text)] == [12, 88]
+    assert attach._main_stack('  File "", line 3 in x\n') == []  # no name is no place either
     run = RunStatus.create("train.py", 1)
     facts = bytes(run._memory[:200]).split(b"\0")[0]
     changed = re.sub(rb'"at": \d+', b'"at": 1' + b"0" * 400, facts)

@@ -37,7 +37,7 @@ _OBSERVED_SECONDS = 0.5
 _COLUMNS = ("rank", "process", "steps", "state", "at")
 _MOST_DUMP_BYTES = 8 << 20  # of 100 frames of 100 threads, the most that Python dumps
 # A number of more digits is none of faulthandler's, and of thousands none of Python's.
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 # The function of the launcher that calls the program.
 _STARTERS = ("_run_script", "_run_module", "_call")
