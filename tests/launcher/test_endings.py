@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from lockstep import deadline
 from lockstep.launcher import processes
 from tests.launcher.bench import Bench, up_to_thrice
 from tests.waiting import until
@@ -127,7 +128,9 @@ def test_what_ranks_left_behind_is_asked_to_end_before_it_is_killed(
         looks.append(clock[0])
         return {5}
 
-    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
+    fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
+    monkeypatch.setattr(processes, "time", fake)
+    monkeypatch.setattr(deadline, "time", fake)
     monkeypatch.setattr(processes, "_descendants", look)
     monkeypatch.setattr(
         processes, "send_signal", lambda _, number: sent.append((number, len(looks), clock[0]))
