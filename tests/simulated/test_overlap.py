@@ -71,9 +71,10 @@ def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float
             with side:
                 sums.append(model.weight.sum())
             side.synchronize()
-        assert type(model.weight) is not ArrivingParameter
     torch.accelerator.synchronize()
-    return [each.item() for each in [*sums, model.weight.sum()]]
+    sums.append(model.weight.sum())  # finds that the update is over
+    assert type(model.weight) is not ArrivingParameter
+    return [each.item() for each in sums]
 
 
 @pytest.mark.parametrize("joins_late", [True, False])
