@@ -258,7 +258,7 @@ def start_all_gather_in_place(group: ProcessGroup, memory: Tensor) -> Started:
 
 
 def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
-    """Do the same, and block until it is done; on a GPU, the current stream does."""
+    """Gather as :func:`start_all_gather_in_place` does, and block; on a GPU, its stream does."""
     start_all_gather_in_place(group, memory).wait()
 
 

@@ -226,8 +226,8 @@ class SharedMemoryGroup(BaseGroup):
         """Wait until all ranks have called it, and return each one's flat ``tensor``, by rank.
 
         The list is empty if any rank's tensor isn't in memory that all ranks reach: :meth:`empty`
-        makes it. Others may read it until they come to the next call of this but one, and from
-        then on if they know that it hasn't been written to: see :meth:`keep`.
+        makes it. Another rank may read it until that rank makes its second call after this one,
+        and longer if it knows that nobody has written to it: see :meth:`keep`.
         """
         shares = list[Tensor]()
         self._queue.run(self._exchange_buffers(tensor, shares))

@@ -48,7 +48,7 @@ class JoinState:
         group: The ranks.
         device: A device whose tensors the group can carry.
         divide_by_active: Whether ranks without data don't count in means.
-        throws: Whether the first rank that is through ends the loop for all.
+        throws: Whether the first rank that has finished ends the loop for all.
 
     Attributes:
         follows_updates: Whether ranks without data take steps of sharded optimizers.
@@ -89,7 +89,7 @@ class JoinState:
         """Announce what this rank does next; return what all do. All ranks must call it; it blocks.
 
         Raises:
-            RuntimeError: If a rank is through, and that is to end the loop for all.
+            RuntimeError: If a rank has finished, and that is to end the loop for all.
             CollectiveFailed: If the ranks that still have data announce different ones.
         """
         self.is_active = kind is not Announced.THROUGH

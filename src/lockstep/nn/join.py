@@ -18,9 +18,9 @@ from lockstep.torch_private import _JoinConfig
 class UnevenLoop(JoinState):
     """A context around a loop that ends at different times on the ranks of ``group``.
 
-    A rank is through when it has left the loop. With ``divide_by_active`` gradients are means over
-    the ranks that still have data; with ``throws`` the first rank that is through ends the loop on
-    all ranks, with an error.
+    A rank has finished when it has left the loop. With ``divide_by_active`` gradients are means
+    over the ranks that still have data; with ``throws`` the first rank that has finished ends the
+    loop on all ranks, with an error.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class UnevenLoop(JoinState):
 
 
 def _own_gradients(engine: Engine) -> Callable[[], None]:
-    """Save the gradients of a rank that is through, and return a function that restores them.
+    """Save the gradients of a rank that has finished, and return a function that restores them.
 
     The rank takes part in reductions of the others, and the next step after the loop would add to
     the results. Shown by test_gradients_of_a_rank_that_is_through_are_its_own. Gradients that it
@@ -168,7 +168,7 @@ def _of_several_ranks(engines: Sequence[Engine]) -> list[Engine]:
 
 
 class DDPJoinHook(JoinHook):
-    """The methods that torch's Join context calls on a rank that is through.
+    """The methods that torch's Join context calls on a rank that has finished.
 
     The wrapper ``model`` joins along with models of the same group that have joined before. The
     context calls other Joinables between them, such as a sharded optimizer that steps.
