@@ -79,8 +79,8 @@ MUTATIONS = {
     ),
     "sums of norms aren't waited for": Mutation(
         "optim/clip.py",
-        "start_all_reduce(group, own, op).wait()",
-        "start_all_reduce(group, own, op)",
+        "start_all_reduce(group, total, op).wait()",
+        "start_all_reduce(group, total, op)",
         _SHARDED,
     ),
     "sums of losses aren't waited for": Mutation(
@@ -147,6 +147,18 @@ MUTATIONS = {
 }
 
 
+def text_of(mutation: Mutation, source: Path = SOURCE) -> str:
+    """The file of the mutation, which has what is to be replaced in one place."""
+    text = (source / mutation.file).read_text()
+    assert text.count(mutation.there) == 1, f"mutations of {mutation.file} are of another text"
+    return text
+
+
+def test_mutations_are_of_the_source_as_it_is() -> None:
+    for mutation in MUTATIONS.values():
+        text_of(mutation)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_missing_wait_is_noticed(name: str, tmp_path: Path) -> None:
@@ -156,8 +168,7 @@ def test_missing_wait_is_noticed(name: str, tmp_path: Path) -> None:
     except CannotBuild as error:
         pytest.skip(str(error))
     copy = shutil.copytree(SOURCE, tmp_path / "lockstep")
-    text = (copy / mutation.file).read_text()
-    assert text.count(mutation.there) == 1
+    text = text_of(mutation, copy)
     (copy / mutation.file).write_text(text.replace(mutation.there, mutation.instead))
     variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.simulated.plugin"]
