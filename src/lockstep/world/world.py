@@ -335,29 +335,37 @@ def _agreed_device(
 
     Raises:
         BackendUnavailable: On every rank, if one can't have the device that it wants, or if the
-            devices have no default backend together.
+            devices have no default backend together, or NCCL, if it is used, has no interface.
     """
-    device, trouble = torch.device("cpu"), ""
+    device, trouble, of_nccl = torch.device("cpu"), "", ""
     try:
         device = usable_device(place, local, wanted.device, wanted.backend)
         device = carried_device(device, wanted.backend, is_chosen=wanted.device is None)
-        if _uses_nccl(wanted.backend or choose_backend(device), device):
-            check_nccl_interfaces(os.environ, addresses())
     except BackendUnavailable as error:
         trouble = str(error)
-    note = json.dumps([device.type, wanted.device is None, trouble])
+    if _uses_nccl(wanted.backend or choose_backend(device), device):
+        try:
+            check_nccl_interfaces(os.environ, addresses())
+        except BackendUnavailable as error:
+            of_nccl = str(error)  # it doesn't matter if the ranks take the CPU
+    note = json.dumps([device.type, wanted.device is None, trouble, of_nccl])
     notes = roll_call(dist.PrefixStore("devices", store), place, wanted.timeout, note)
-    kinds, chosen, troubles = zip(*map(json.loads, notes), strict=True)
-    for rank, told in enumerate(troubles):
-        if told:
-            raise BackendUnavailable(f"On rank {rank}: {told}")
+    kinds, chosen, *troubles = zip(*map(json.loads, notes), strict=True)
+    _raise_first(troubles[0])
     if wanted.backend is None and one_kind(kinds, chosen) is None:
-        device = torch.device("cpu")
         if place.rank == 0:
             _log.warning(
                 "Ranks compute on the CPU: not every host has a device for each of its ranks."
             )
+        return torch.device("cpu")
+    _raise_first(troubles[1])
     return device
+
+
+def _raise_first(troubles: Sequence[str]) -> None:
+    for rank, told in enumerate(troubles):
+        if told:
+            raise BackendUnavailable(f"On rank {rank}: {told}")
 
 
 def _uses_nccl(backend: str, device: torch.device) -> bool:
