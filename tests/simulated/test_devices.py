@@ -223,12 +223,14 @@ def test_the_device_that_is_asked_for_is_the_current_one(tmp_path: Path) -> None
             assert told(tmp_path, *({**plan, **group} for plan in plans)) == expected
 
 
+@pytest.mark.skipif(KIND != "cuda", reason="torch puts other parameters in place of those moved")
 def test_a_model_that_is_moved_before_its_first_backward_has_its_means_there(
     tmp_path: Path,
 ) -> None:
     assert told(tmp_path, {"model": [HERE], "moves": 0}) == ["cpu 3.0"] * 2
 
 
+@pytest.mark.skipif(KIND != "cuda", reason="torch puts other parameters in place of those moved")
 def test_a_model_that_is_moved_before_a_later_backward_is_named_on_all_ranks(
     tmp_path: Path,
 ) -> None:
