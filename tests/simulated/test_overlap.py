@@ -59,7 +59,7 @@ def read_on_three_streams(world: lockstep.World, joins_late: bool) -> list[float
         torch.Stream(control.KIND),
         torch.Stream(control.KIND),
     )
-    with control.delayed("0,lazy"):
+    with control.delayed("lazy"):
         step()
         if not joins_late:
             for side in others:
