@@ -223,7 +223,9 @@ def test_the_device_that_is_asked_for_is_the_current_one(tmp_path: Path) -> None
             assert told(tmp_path, *({**plan, **group} for plan in plans)) == expected
 
 
-@pytest.mark.skipif(KIND != "cuda", reason="torch puts other parameters in place of those moved")
+# Not mended: where torch puts other parameters in place of those moved, they have this rank's own
+# gradients until an optimizer steps, and not the means.
+@pytest.mark.skipif(KIND != "cuda", reason="replaced parameters aren't reduced at once")
 def test_a_model_that_is_moved_before_its_first_backward_has_its_means_there(
     tmp_path: Path,
 ) -> None:
