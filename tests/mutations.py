@@ -237,8 +237,8 @@ MUTATIONS = [
     _m(
         "test_hooks_of_others_see_the_mean",
         "nn/autograd.py",
-        "        super().__setitem__(0, own)\n",
-        "        super().__setitem__(0, lambda p: (self.call_others(p), own(p)))\n",
+        "        super().__setitem__(0, hook)\n",
+        "        super().__setitem__(0, lambda p: (self.call_others(p), hook(p)))\n",
     ),
     _m(
         "test_ranks_may_reach_different_models_in_one_backward",
@@ -315,8 +315,8 @@ MUTATIONS = [
     _m(
         "test_statistics_are_those_of_the_last_call",
         "nn/replicas/module_copy.py",
-        "object() if id(own) in counting else version_of(own)",
-        "version_of(own)",
+        "object() if id(buffer) in counting else version_of(buffer)",
+        "version_of(buffer)",
     ),
     _m(
         "test_a_loss_and_its_gradient_in_one_backward",

@@ -178,7 +178,7 @@ def test_evaluation_without_running_statistics_is_told_of_once(
         for _ in range(2):
             torch.testing.assert_close(norm(x), plain(x))
 
-    sync_batch_norm._tell_of_own_statistics.cache_clear()
+    sync_batch_norm._tell_of_local_statistics.cache_clear()
     run_ranks(2, body)
     (record,) = caplog.records
     assert "each rank normalises by the statistics of its own samples" in record.message

@@ -193,7 +193,7 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
         assert all(bucket.are_all_unsummed() for bucket in buckets)
         gradient_of = {n: p.grad for n, p in plain.named_parameters()}
         for bucket in buckets:
-            start, stop = bucket.own_range()
+            start, stop = bucket.local_range()
             assert stop - start <= -(-bucket.contents.numel // size) + 64
             names, offsets = bucket.contents.parameter_names, bucket.contents.offsets
             for name, offset in zip(names, offsets, strict=False):

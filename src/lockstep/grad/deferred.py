@@ -236,7 +236,7 @@ class DeferredBucket(UnsummedBucket):
         every = self.new_sum(offset, offset + view.numel())
         return every.as_strided(view.shape, view.stride()).reshape(-1)[start:stop]
 
-    def own_range(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """Return the first element that this rank sums for all, and the one after its last."""
         numel = self.contents.numel
         size = -(-numel // self.group.size())

@@ -45,6 +45,6 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
             numel += num_facts(num_parameters)
         if kind is DeferredBucket:
             numel = SharedBuffers.numel_with_note(numel, dtype)
-        names, own = [name for name, _ in named], sum(sizes) * dtype.itemsize
-        found.append(BucketFacts(names, own, numel * dtype.itemsize, kind is not None))
+        names, num_bytes = [name for name, _ in named], sum(sizes) * dtype.itemsize
+        found.append(BucketFacts(names, num_bytes, numel * dtype.itemsize, kind is not None))
     return found

@@ -165,10 +165,10 @@ def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
     keys = [storage._cdata for storage in storages]
     # Those of the list: autograd may compute several as views of one memory; and one is the storage
     # itself, as Python has it.
-    own = Counter(keys)
+    from_list = Counter(keys)
     counts = map(sys.getrefcount, gradients)
     return [
-        count > _IN_A_LIST + 1 or storage_use_count(key) > own[key] + 1
+        count > _IN_A_LIST + 1 or storage_use_count(key) > from_list[key] + 1
         for count, key in zip(counts, keys, strict=True)
     ]
 

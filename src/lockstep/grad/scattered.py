@@ -57,7 +57,7 @@ class ScatteredBucket(UnsummedBucket):
         )
         return cls(contents, group)
 
-    def own_range(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """Return the first element whose mean this rank has, and the one after its last."""
         numel, size = self.contents.numel, len(self.contents.memory.buffer) // self.group.size()
         first = self.group.rank() * size
@@ -160,7 +160,7 @@ class ScatteredBucket(UnsummedBucket):
 
         Not the padding between them, which must stay 0, and would become NaN with the factor.
         """
-        first, last = self.own_range()
+        first, last = self.local_range()
         for offset, view in zip(self.contents.offsets, self.contents.memory.views, strict=False):
             start, stop = max(first, offset), min(last, offset + view.numel())
             if start < stop:

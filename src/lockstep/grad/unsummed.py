@@ -196,7 +196,7 @@ class UnsummedBucket(Bucket, ABC):
         """
 
     @abstractmethod
-    def own_range(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """Return the first element that this rank sums for all, and the one after its last."""
 
     def new_sum(self, start: int, stop: int) -> torch.Tensor:

@@ -182,13 +182,13 @@ class GradientHooks(OrderedDict[int, Hook]):
         self.others = others  # the dictionary of earlier handles
         self.release()
 
-    def hold_back(self, own: Hook) -> None:
-        """Let torch call only the hook ``own`` of an engine, which calls :meth:`call_others`."""
-        super().__setitem__(0, own)
+    def hold_back(self, hook: Hook) -> None:
+        """Let torch call only ``hook``, an engine's, which calls :meth:`call_others`."""
+        super().__setitem__(0, hook)
 
-    def release(self, own: Hook | None = None) -> None:
-        """Let torch call the others' hooks, unless another hook than ``own`` holds them back."""
-        if own is None or self[0] is own:
+    def release(self, hook: Hook | None = None) -> None:
+        """Let torch call the others' hooks, unless another one than ``hook`` holds them back."""
+        if hook is None or self[0] is hook:
             super().__setitem__(0, self.call_others)
 
     def call_others(self, parameter: torch.Tensor) -> None:

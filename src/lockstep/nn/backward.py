@@ -461,8 +461,8 @@ def all_engines() -> list[Engine]:
 
 def engines_with(parameters: Collection[torch.Tensor]) -> list[Engine]:
     """Return the engines that reduce gradients of any of ``parameters``."""
-    own = {*map(id, parameters)}
-    return [engine for engine in all_engines() if not own.isdisjoint(engine.reducer.table.ids)]
+    ids = {*map(id, parameters)}
+    return [engine for engine in all_engines() if not ids.isdisjoint(engine.reducer.table.ids)]
 
 
 def finish_failed(group: dist.ProcessGroup) -> None:

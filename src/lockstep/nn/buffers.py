@@ -256,8 +256,8 @@ class Buffers:
         broadcast = TensorBroadcast(self._group, [*copied, *whole], source)
         sums: list[tuple[torch.Tensor, torch.Tensor, Started]] = []
         for tensor in filter(_has_mean, averaged):
-            own = without_repeats(tensor.detach()).resolve_conj()
-            total = own.clone(memory_format=torch.contiguous_format).div_(self._group.size())
+            dense = without_repeats(tensor.detach()).resolve_conj()
+            total = dense.clone(memory_format=torch.contiguous_format).div_(self._group.size())
             sums.append((tensor, total, start_all_reduce(self._group, total)))
 
         def finish() -> None:
@@ -302,7 +302,7 @@ class Buffers:
             return True
         count = self._num_skips[tensor] = self._num_skips.get(tensor, 0) + 1
         if count == _MANY_SKIPS:
-            name = next(name for name, own in self.named().items() if own is tensor)
+            name = next(name for name, buffer in self.named().items() if buffer is tensor)
             _log.warning(
                 "The buffer %r has not been kept alike on all ranks in the last %s backwards: a "
                 "view of it that was made since, or a graph that is kept, holds it, and a backward "

@@ -29,7 +29,7 @@ from lockstep.grad import (
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.ready_hooks import ReadyHooks
-from lockstep.nn.tracked import TrackedParameters, own_parameters, sparse_indices
+from lockstep.nn.tracked import TrackedParameters, parameters_outside, sparse_indices
 from lockstep.nn.verify import check_same_model
 
 
@@ -138,7 +138,7 @@ class Engine:
         return self._tracked.sums_in_backward
 
     def _named_in(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        return own_parameters(module, self._inner, self._options.ignored)
+        return parameters_outside(module, self._inner, self._options.ignored)
 
     def _take(self, module: nn.Module, previous: Reducer | None = None) -> None:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
@@ -164,8 +164,8 @@ class Engine:
 
         A run is in the order of a sharded optimizer's memory. Every rank must call it.
         """
-        own = {*map(id, run)}
-        before = (([p for p in other if id(p) not in own], its) for other, its in self._deferred)
+        ids = {*map(id, run)}
+        before = (([p for p in other if id(p) not in ids], its) for other, its in self._deferred)
         self._deferred = [*(pair for pair in before if pair[0]), ([*run], kind)]
         self._defer()
 
@@ -180,10 +180,10 @@ class Engine:
         trained -= {*map(id, self.reducer.table.sparse_parameters)}
         runs = []
         for run, kind in self._deferred:
-            own = [p for p in run if id(p) in trained]
-            if own and (can_defer or kind is not DeferredBucket):
-                runs.append((own, kind))
-        for parameter in chain(*(own for own, _ in runs)):
+            trained_run = [p for p in run if id(p) in trained]
+            if trained_run and (can_defer or kind is not DeferredBucket):
+                runs.append((trained_run, kind))
+        for parameter in chain(*(trained_run for trained_run, _ in runs)):
             if not isinstance(parameter, DeferredParameter):
                 parameter.__class__ = DeferredParameter
         if runs or self.reducer.has_runs:
@@ -289,16 +289,16 @@ class Engine:
         module = self.module
         if module is None:
             return
-        own = self._named_in(module)
+        named = self._named_in(module)
         self._find_buffers(module)
-        if self._tracked.are_those(own):
+        if self._tracked.are_those(named):
             self._tracked.look_at_places(module, self._inner)
             return  # if there are other buffers, the ranks agree on them after the backward
         if not self.number:
             self.buffers.accept()
             self._take(module, self.reducer)
             return
-        trained = {id(p) for _, p in own if p.requires_grad}
+        trained = {id(p) for _, p in named if p.requires_grad}
         try:
             check_same_model(module, self.process_group, left_out=self._options.left_alone(module))
         except ModelMismatch as error:
@@ -307,7 +307,7 @@ class Engine:
         except CollectiveFailed as error:
             self.is_stale = True
             table = self.reducer.table
-            new = [name for name, p in own if p.requires_grad and id(p) not in table.ids]
+            new = [name for name, p in named if p.requires_grad and id(p) not in table.ids]
             gone = [name for name, p in table.named if id(p) not in trained]
             error.add_note(
                 "This rank wanted to compare its model with the others', as it has changed since "
@@ -316,7 +316,7 @@ class Engine:
             )
             raise
         more = self.buffers.accept()
-        added = {name: p.detach() for name, p in self._tracked.are_new(own).items()}
+        added = {name: p.detach() for name, p in self._tracked.are_new(named).items()}
         before = [p.clone() for p in added.values()] if in_backward else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
         self._reduce_removed(trained)
@@ -396,5 +396,5 @@ class Engine:
     def everything_that_follows(self) -> list[torch.Tensor]:
         """Return the parameters, frozen ones included, and the buffers that are exchanged."""
         module = self.module
-        own = self._named_in(module) if module is not None else []
-        return [*(parameter for _, parameter in own), *self.buffers.named().values()]
+        named = self._named_in(module) if module is not None else []
+        return [*(parameter for _, parameter in named), *self.buffers.named().values()]

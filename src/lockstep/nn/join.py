@@ -87,7 +87,7 @@ class UnevenLoop(JoinState):
         bits = enumerate(self._members)
         engines: list[Engine] = [one for bit, one in bits if announcement.detail >> bit & 1]
         if step is Announced.BEGIN and engines:
-            self._restore = self._restore or [*map(_own_gradients, self._members)]
+            self._restore = self._restore or [*map(_save_gradients, self._members)]
             for engine in self._members:
                 if not engine.reducer.table.has_unreduced:
                     for parameter in engine.parameters:
@@ -99,7 +99,7 @@ class UnevenLoop(JoinState):
         return step
 
     def close(self) -> None:
-        """End the announcements, and restore the gradients of this rank's own last step."""
+        """End the announcements, and restore the gradients of this rank's last step with data."""
         for restore in self._restore:
             restore()
         self._restore = []
@@ -112,7 +112,7 @@ class UnevenLoop(JoinState):
             broadcast_tensors(self._group, tensors, source=self.last_active[0])
 
 
-def _own_gradients(engine: Engine) -> Callable[[], None]:
+def _save_gradients(engine: Engine) -> Callable[[], None]:
     """Save the gradients of a rank that has finished, and return a function that restores them.
 
     The rank takes part in reductions of the others, and the next step after the loop would add to

@@ -59,8 +59,8 @@ def _agree(
     scale: torch.Tensor = scaler._scale  # type: ignore[assignment]
     flags = [flag.to(scale) for flag in found.values()]
     is_here, is_any = torch.ones_like(scale), scale.new_tensor(bool(flags))
-    own = torch.stack([is_here, is_any, sum(flags, torch.zeros_like(scale)), scale])
-    told = gather_announced(group, own.to(device_of_facts(group), torch.float64))
+    local = torch.stack([is_here, is_any, sum(flags, torch.zeros_like(scale)), scale])
+    told = gather_announced(group, local.to(device_of_facts(group), torch.float64))
     # In join(), those that have no more data tell zeros.
     there = [each for is_here, *each in torch.stack(told).tolist() if is_here]
     (any_by_rank, found_by_rank, scales) = zip(*there, strict=True)

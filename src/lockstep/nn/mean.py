@@ -149,8 +149,8 @@ def mean(
     return result
 
 
-def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum of ``own``, of one dimension, over the ranks; as its last element, their number."""
+def _sum_over_ranks(local: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum of ``local``, of one dimension, over the ranks; as its last element, their number."""
     group = _group_of_several(process_group)
     num_ranks = 1
     if group is not None:
@@ -159,9 +159,9 @@ def _sum_over_ranks(own: torch.Tensor, process_group: dist.ProcessGroup | None) 
         for engine in sync.engines():
             if engine.is_stale:  # its model has changed since its last forward
                 sync.refresh(engine)
-        sum_announced(group, own)
+        sum_announced(group, local)
         num_ranks = mean_divisor(group)
-    return torch.cat([own, own.new_full((1,), num_ranks)])
+    return torch.cat([local, local.new_full((1,), num_ranks)])
 
 
 def _counts(values: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
@@ -273,16 +273,16 @@ def average_gradients(
     check_module(module)
     refuse_in_replica("lockstep.average_gradients")
     wanted = "a finite number of samples, 0 or more"
-    own = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
+    local_weight = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = _group_of_several(process_group)
     if group is None:
-        _check_total(own)
+        _check_total(local_weight)
         return
     with span("average"):
-        _average_gradients(module, group, own)
+        _average_gradients(module, group, local_weight)
 
 
-def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) -> None:
+def _average_gradients(module: nn.Module, group: dist.ProcessGroup, local_weight: float) -> None:
     finish_failed(group)
     compared = context_of(group).get(_Compared)
     if module not in compared:
@@ -291,10 +291,10 @@ def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) 
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         return
-    if own == 0:
+    if local_weight == 0:
         # Not zero times the gradient, which is NaN where the gradient is infinite or NaN.
         module.zero_grad(set_to_none=True)
-    weights = torch.tensor([own], dtype=torch.float64, device=device_of_facts(group))
+    weights = torch.tensor([local_weight], dtype=torch.float64, device=device_of_facts(group))
     start_all_reduce(group, weights).wait()
     total = weights.item()
     _check_total(total)
@@ -303,7 +303,7 @@ def _average_gradients(module: nn.Module, group: dist.ProcessGroup, own: float) 
     reducer = Reducer(named, group, cap_bytes=_CAP_BYTES, sparse=sparse, is_kept=False)
     for parameter in parameters:
         reducer.mark_accumulated(parameter)
-    reducer.begin(scale=own / total)
+    reducer.begin(scale=local_weight / total)
     reducer.finish()
 
 

@@ -255,17 +255,17 @@ def refresh_engines_of(parameters: Iterable[nn.Parameter]) -> None:
 
     The next forward would do so. Every rank must call it.
     """
-    own = {*map(id, parameters)}
+    ids = {*map(id, parameters)}
     for engine in all_engines():
-        if not own.isdisjoint(map(id, engine.everything_that_follows())):
+        if not ids.isdisjoint(map(id, engine.everything_that_follows())):
             backward_sync_of(engine.process_group).refresh(engine)
 
 
 def are_parallel(parameters: Iterable[nn.Parameter]) -> list[bool]:
     """Return for each parameter whether a parallel module has it now, on one rank too."""
     modules = [state.module() for state in _all_states() if not state.is_released]
-    own = {id(p) for module in modules if module is not None for p in module.parameters()}
-    return [id(parameter) in own for parameter in parameters]
+    ids = {id(p) for module in modules if module is not None for p in module.parameters()}
+    return [id(parameter) in ids for parameter in parameters]
 
 
 def attach(
@@ -307,19 +307,19 @@ def attach(
             "it to its dtype and device before you make it parallel.",
             type(module).__name__,
         )
-    own: list[Engine] = []
+    new_engines: list[Engine] = []
     if group is not None:
         engine = backward_sync_of(group).new_engine(module, options, inner, is_copy=is_copy)
         if engine.parameters:
-            own.append(engine)
+            new_engines.append(engine)
             watch(engine)
             watch_scalers()
     inner_engines = [engine for state in inner.values() for engine in state.engines]
-    state = ParallelState(module, [*inner_engines, *own], is_wrapped=owner is not module)
+    state = ParallelState(module, [*inner_engines, *new_engines], is_wrapped=owner is not module)
     with _lock:  # also for the owners of the state that this one replaces
         owners = [other for other, its in _states.items() if its is previous]
         _states.update(dict.fromkeys([owner, *owners], state))
-    _replace([engine for engine in engines if engine not in inner_engines], own)
+    _replace([engine for engine in engines if engine not in inner_engines], new_engines)
     others = [other.parameters for other in _all_states()]
     for parameter in module.parameters():
         if parameter.requires_grad and not any(parameter in known for known in others):

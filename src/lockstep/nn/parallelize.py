@@ -107,8 +107,8 @@ def parallelize(
 def _others_are_refused(names: Collection[str]) -> str:
     wrapper = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     if not all(name in wrapper for name in names):
-        own = ", ".join(inspect.signature(parallelize).parameters)
-        return f"parallelize() got {', '.join(names)}, and takes {own.removesuffix(', others')}."
+        taken = ", ".join(inspect.signature(parallelize).parameters)
+        return f"parallelize() got {', '.join(names)}, and takes {taken.removesuffix(', others')}."
     return (
         f"parallelize() takes no {', '.join(names)}, which torch's DistributedDataParallel does. "
         "What these say of the graph, of unused parameters and of views isn't needed here: leave "

@@ -21,22 +21,22 @@ _STRIDE = 7919  # a prime
 def kept(optimizer: Optimizer) -> list[Kept]:
     """Return the engines that keep parameters of ``optimizer`` in step."""
     parameters = parameters_of(optimizer)
-    own = {*map(id, parameters)}
+    ids = {*map(id, parameters)}
     return [
-        Kept(engine.process_group, engine.num_backwards, partial(_samples, engine, own))
+        Kept(engine.process_group, engine.num_backwards, partial(_samples, engine, ids))
         for engine in engines_with(parameters)
     ]
 
 
-def _samples(engine: Engine, own: Collection[int], number: int) -> list[Sample]:
-    """Return samples of the parameters of ``engine`` whose id() is among ``own``."""
+def _samples(engine: Engine, ids: Collection[int], number: int) -> list[Sample]:
+    """Return samples of the parameters of ``engine`` whose id() is among ``ids``."""
     # Without synchronisation, or with a hook that averages over some ranks, replicas may differ.
     if not engine.is_syncing or engine.is_stale or engine.reducer.comm_hook is not None:
         return []
     named = [
         (name, parameter)
         for name, parameter in engine.reducer.table.named
-        if id(parameter) in own and parameter.is_floating_point() and parameter.numel()
+        if id(parameter) in ids and parameter.is_floating_point() and parameter.numel()
     ]
     first = number * _NUM_PARAMETERS % max(len(named), 1)
     chosen = [*named[first:], *named[:first]][:_NUM_PARAMETERS]
@@ -44,7 +44,7 @@ def _samples(engine: Engine, own: Collection[int], number: int) -> list[Sample]:
     for name, parameter in chosen:
         start = number * _STRIDE % max(parameter.numel() - _NUM_ELEMENTS + 1, 1)
         stop = min(start + _NUM_ELEMENTS, parameter.numel())
-        is_own = engine.reducer.table.is_unreduced(parameter)
-        gradient = None if is_own else part_of_gradient(parameter, start, stop)
+        is_local = engine.reducer.table.is_unreduced(parameter)
+        gradient = None if is_local else part_of_gradient(parameter, start, stop)
         found.append((name, parameter.detach().reshape(-1)[start:stop], gradient))
     return samples_of(found)

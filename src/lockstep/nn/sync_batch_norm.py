@@ -181,7 +181,7 @@ class SyncBatchNorm(_BatchNorm):
             return kind.forward(self, *args, **kwargs)
         if not self.training:
             if self.running_mean is None:
-                _tell_of_own_statistics()
+                _tell_of_local_statistics()
             return kind.forward(self, *args, **kwargs)
         return _forward_over(group, kind, self, args, kwargs)
 
@@ -218,7 +218,7 @@ class _Kept:
 
 
 @functools.cache
-def _tell_of_own_statistics() -> None:
+def _tell_of_local_statistics() -> None:
     _log.warning(
         "A SyncBatchNorm without running statistics is in evaluation, where it waits for no other "
         "rank: each rank normalises by the statistics of its own samples, and ranks differ from "
@@ -385,11 +385,11 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, name: torch.Tensor, group: dist.ProcessGroup
+        ctx: Any, local: torch.Tensor, name: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.name, ctx.group = name, group
         backward_sync_of(group).begin_before_collective()
-        total = torch.cat([own, torch.stack([name, torch.ones_like(name)])])
+        total = torch.cat([local, torch.stack([name, torch.ones_like(name)])])
         sum_announced(group, total)
         names, count = total[-2:]
         are_same = torch.isclose(names, name * count, rtol=1e-9)
@@ -419,14 +419,14 @@ def _differentiable_backward(ctx: Any, d_output: torch.Tensor) -> tuple[Any, ...
     input, weight, mean, variance, count = ctx.saved_tensors
     needs, dims = ctx.needs_input_grad, [dim for dim in range(input.dim()) if dim != 1]
     per_channel = [1, -1, *[1] * (input.dim() - 2)]
-    there, own = count.device, (input, d_output, mean, variance)
-    wide, d_wide, mean, variance = (each.to(there).double() for each in own)
+    there, tensors = count.device, (input, d_output, mean, variance)
+    wide, d_wide, mean, variance = (each.to(there).double() for each in tensors)
     # All ranks have the same statistics, and other layers have others.
     names = (mean.sum() + number * variance.sum() for number in range(1, 5))
 
     def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        own = values.sum(dims), next(names), ctx.group
-        total: torch.Tensor = _Total.apply(*own)  # type: ignore[no-untyped-call]
+        arguments = values.sum(dims), next(names), ctx.group
+        total: torch.Tensor = _Total.apply(*arguments)  # type: ignore[no-untyped-call]
         return total.div(count).view(per_channel)
 
     center, spread = mean.view(per_channel), variance.view(per_channel)
@@ -475,14 +475,14 @@ def _statistics(
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
     device = device_of_sums(input.device)
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
+    local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
     if count:
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, dims, correction=0)
         mean, variance = (each.to(device).double() for each in (mean, variance))
-        torch.cat([mean, variance * count, own.new_full((1,), count)], out=own)
-    everyone = torch.stack(gather_announced(group, own))
+        torch.cat([mean, variance * count, local.new_full((1,), count)], out=local)
+    everyone = torch.stack(gather_announced(group, local))
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum(0)
     if _may_lack_values(input):

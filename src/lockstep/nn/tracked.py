@@ -18,7 +18,7 @@ _dtype_of = operator.attrgetter("dtype")
 _modules_of = operator.attrgetter("_modules")
 
 
-def own_parameters(
+def parameters_outside(
     module: nn.Module, inner: Collection[nn.Module], ignored: Collection[str]
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of ``module`` with names, but for ``ignored`` and ``inner`` ones'."""
@@ -119,4 +119,4 @@ def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
     norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
     groups = [norm["process_group"] for norm in norms if "process_group" in norm]
-    return any((dist.group.WORLD if own is None else own) is group for own in groups)
+    return any((dist.group.WORLD if each is None else each) is group for each in groups)

@@ -57,8 +57,8 @@ def check_same_model(
     # The same kind on every rank, wherever their models are.
     device = device_of_facts(group)
     devices = {tensor.device for _, tensor in _kept_in_step(module, left_out)}
-    own = [each for each in devices if each.type == device.type]
-    by_rank = differing_facts(group, facts, own[0] if own and refusal is None else device)
+    alike = [each for each in devices if each.type == device.type]
+    by_rank = differing_facts(group, facts, alike[0] if alike and refusal is None else device)
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(by_rank):
@@ -109,10 +109,10 @@ def _refusal_of_devices(
     module: nn.Module, group: dist.ProcessGroup, left_out: Collection[str]
 ) -> ModelError | None:
     """Return why ``group`` can't keep ``module`` in step where it is."""
-    own = device_in(group)
+    local = device_in(group)
     advice = "Move the model before it is made parallel"
-    if own is not None and carrier(group, own) is not None:
-        advice += f": model.to({str(own)!r}), the device of this rank's World"
+    if local is not None and carrier(group, local) is not None:
+        advice += f": model.to({str(local)!r}), the device of this rank's World"
     tensors = dict(_kept_in_step(module, left_out))
     for name, tensor in tensors.items():
         device = tensor.device
@@ -122,13 +122,13 @@ def _refusal_of_devices(
                 f"of {device.type} between ranks. {advice}; or leave 'backend' out of init()."
             )
     devices = {tensor.device for tensor in tensors.values()}
-    others = sorted(str(each) for each in devices if own is not None and each.type == own.type)
-    if own is not None and others and own not in devices:
+    others = sorted(str(each) for each in devices if local is not None and each.type == local.type)
+    if local is not None and others and local not in devices:
         name = next(name for name, tensor in tensors.items() if str(tensor.device) == others[0])
         return ModelError(
-            f"{name!r} is on {others[0]}, and this rank computes on {own}: two ranks that share a "
-            f"device may wait for each other for ever. {advice}; or give init(device="
-            f"{others[0]!r}); or, for a part of a model whose other parts are on {own}, a "
+            f"{name!r} is on {others[0]}, and this rank computes on {local}: two ranks that share "
+            f"a device may wait for each other for ever. {advice}; or give init(device="
+            f"{others[0]!r}); or, for a part of a model whose other parts are on {local}, a "
             "process_group of its own."
         )
     return None

@@ -85,8 +85,8 @@ class Wrapper(nn.Module):
     def _is_the_models(self, name: str) -> bool:
         if "_is_ready" not in self.__dict__ or name == "module":
             return False
-        is_own = name in self.__dict__ or hasattr(type(self), name)
-        return not is_own and hasattr(self.module, name)
+        is_wrappers = name in self.__dict__ or hasattr(type(self), name)
+        return not is_wrappers and hasattr(self.module, name)
 
     add_module = _method_of_model(nn.Module.add_module)
     register_parameter = _method_of_model(nn.Module.register_parameter)

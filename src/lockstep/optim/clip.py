@@ -113,7 +113,7 @@ def _norm(bucket: UnsummedBucket, power: float, *, is_whole: bool) -> Tensor | N
         return None
     total = torch.zeros(2, dtype=_dtype_of_sums(device), device=device)
     total[1].fill_(not is_summed)
-    first, last = bucket.own_range() if is_summed else (0, 0)
+    first, last = bucket.local_range() if is_summed else (0, 0)
     numel = _NUMEL if tells else max(1, last - first)
     for start in range(first, last, numel):
         part = bucket.new_sum(start, min(start + numel, last))

@@ -127,7 +127,7 @@ class DataParallel(Wrapper, nn.DataParallel[nn.Module]):
         self._devices, self._replicas = devices_for(device_ids), None
 
     # If a DataParallel around this one copies it, each copy keeps replicas of its own.
-    _own_in_copies = ("_replicas",)
+    _kept_by_copies = ("_replicas",)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:  # noqa: D102 - as the module's
         return self._call("__call__", inputs, kwargs)
@@ -271,7 +271,7 @@ def data_parallel(
     # Parts of one tensor share its version counter: autograd would take an in-place write to one
     # part for a write to all parts.
     calls = [map_tensors(torch.clone, call) for call in zip(parts, kwargs, strict=True)]
-    parts, kwargs = [own for own, _ in calls], [named for _, named in calls]
+    parts, kwargs = [args for args, _ in calls], [named for _, named in calls]
     outputs = parallel_apply(replicate(module, used), parts, kwargs, used)
     return gather(outputs, target, dim)
 

@@ -42,15 +42,15 @@ class Replica:
     num_around: int  # the product of the counts of the calls around this one, 1 if there are none
     sums: ReplicaSums
 
-    def add_up(self, own: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
+    def add_up(self, tensor: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Return ``finish`` of the sum of all replicas' tensors, in the order of the replicas.
 
         Args:
-            own: This replica's tensor, of the same shape and dtype on all, on any device.
+            tensor: This replica's tensor, of the same shape and dtype on all, on any device.
             finish: A function, which is called once, with the sum over these replicas and all
                 replicas around them. If None, the sum is over the replicas of this call alone.
         """
-        return self.sums.add_up(self.index, own, finish).to(own.device)
+        return self.sums.add_up(self.index, tensor, finish).to(tensor.device)
 
 
 class ReplicaSums:
@@ -70,12 +70,12 @@ class ReplicaSums:
         self._finish: Finish | None = None
         self._total = Future[torch.Tensor]()
 
-    def add_up(self, index: int, own: torch.Tensor, finish: Finish | None) -> torch.Tensor:
+    def add_up(self, index: int, tensor: torch.Tensor, finish: Finish | None) -> torch.Tensor:
         """Return the sum of all replicas' tensors: see :meth:`Replica.add_up`."""
         if finish is not None and self._around is not None:
             finish = partial(self._around.add_up, finish=finish)
         with self._lock:
-            self._parts[index], self._finish, total = own, finish, self._total
+            self._parts[index], self._finish, total = tensor, finish, self._total
         self._finish_if_complete()
         wait_for([total])
         return total.result()
@@ -188,8 +188,8 @@ def parallel_apply(
     workers = WorkerThreads(len(tasks))
     with closing(workers), workers.sharing():
         futures = workers.run(as_replicas(tasks))
-    raise_first([own.exception() for own in futures], where)
-    return [own.result() for own in futures]
+    raise_first([future.exception() for future in futures], where)
+    return [future.result() for future in futures]
 
 
 def _listed(values: Iterable[T], name: str) -> Sequence[T]:

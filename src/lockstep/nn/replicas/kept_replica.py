@@ -31,38 +31,38 @@ class KeptReplica:
     one tensor with one version counter, and autograd would take an in-place write of one replica
     for a write to the inputs of all.
 
-    A replica that ``owns_buffers`` uses the module's buffers, which keep its writes. Other replicas
-    have copies, so that writing the mean of all replicas' buffers to the module doesn't change
+    A replica that ``shares_buffers`` uses the module's, which keep its writes. Others have
+    copies, so that writing the mean of all replicas' buffers to the module doesn't change
     tensors that a replica saved for its backward.
     """
 
-    def __init__(self, original: nn.Module, device: torch.device, *, owns_buffers: bool) -> None:
+    def __init__(self, original: nn.Module, device: torch.device, *, shares_buffers: bool) -> None:
         self.device = device
         self.parts = [*original.modules()]
         self.leaves: list[torch.Tensor] = []  # the replica's parameters
         self.buffers: list[torch.Tensor] = []  # empty if it uses the module's
         self._copy = ModuleCopy(original)
         self.module = self._copy.module
-        self._owns_buffers = owns_buffers
+        self._shares_buffers = shares_buffers
         self._copies: dict[int, _Leaf | _Buffer] = {}
 
     def update(self, state: ModuleState) -> None:
         """Bring the replica to the state of the module."""
         earlier, self._copies = self._copies, {}
         linked = linked_embeddings_in(state.parts)
-        for own in state.parameters:
-            copy = earlier.get(id(own))
-            if not isinstance(copy, _Leaf) or not copy.is_current(own):
-                copy = _Leaf(own, self.device, is_linked=id(own) in linked)
-            self._copies[id(own)] = copy
+        for original in state.parameters:
+            copy = earlier.get(id(original))
+            if not isinstance(copy, _Leaf) or not copy.is_current(original):
+                copy = _Leaf(original, self.device, is_linked=id(original) in linked)
+            self._copies[id(original)] = copy
         self.leaves = [copy.tensor for copy in self._copies.values()]
-        if not self._owns_buffers:
-            for own, version in zip(state.buffers, state.versions, strict=True):
-                copy = earlier.get(id(own))
+        if not self._shares_buffers:
+            for original, version in zip(state.buffers, state.versions, strict=True):
+                copy = earlier.get(id(original))
                 if not isinstance(copy, _Buffer) or not copy.is_current(version):
-                    copy = _Buffer(own, version, self.device)
-                self._copies[id(own)] = copy
-            self.buffers = [self._copies[id(own)].tensor for own in state.buffers]
+                    copy = _Buffer(original, version, self.device)
+                self._copies[id(original)] = copy
+            self.buffers = [self._copies[id(original)].tensor for original in state.buffers]
         self._copy.update({key: copy.tensor for key, copy in self._copies.items()})
 
 
@@ -108,10 +108,10 @@ class _Buffer:
     def __init__(self, original: torch.Tensor, version: object, device: torch.device) -> None:
         self._original, self._version = original, version  # see _Leaf
         self.tensor = original.detach().to(device, copy=True)
-        self._own_version = version_of(self.tensor)
+        self._copy_version = version_of(self.tensor)
 
     def is_current(self, version: object) -> bool:
-        return self._version == version and self._own_version == version_of(self.tensor)
+        return self._version == version and self._copy_version == version_of(self.tensor)
 
 
 class ReplicaCall:
@@ -141,12 +141,12 @@ class ReplicaCall:
 
     def forward(self) -> None:
         """Call the replica."""
-        args, kwargs = map_tensors(self._own, self._arguments)
+        args, kwargs = map_tensors(self._input_for, self._arguments)
         self.results = self._call(*args, **kwargs)
         self._outputs = [*tensors_in(self.results)]
         self._arguments = ((), {})  # free their memory
 
-    def _own(self, argument: torch.Tensor) -> torch.Tensor:
+    def _input_for(self, argument: torch.Tensor) -> torch.Tensor:
         if not argument.requires_grad:
             return argument.data
         self._input_leaves.append(argument.detach().requires_grad_())
@@ -163,7 +163,7 @@ class ReplicaCall:
             )
         pairs = zip(self._outputs, d_outputs, strict=True)
         return [
-            (own, g) for own, g in pairs if own is not None and g is not None and own.requires_grad
+            (end, g) for end, g in pairs if end is not None and g is not None and end.requires_grad
         ]
 
     def derivative(self, d_outputs: Gradients) -> ReplicaCall:

@@ -26,7 +26,7 @@ class ModuleCopy:
     """A copy, ``module``, of a module and its submodules, with the same classes and attributes.
 
     Each :meth:`update` copies the original's current attributes. Attributes that were assigned in
-    the copy are lost, except those that the class lists in ``_own_in_copies``.
+    the copy are lost, except those that the class lists in ``_kept_by_copies``.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -46,7 +46,7 @@ class ModuleCopy:
         The keys of ``tensors`` are the ``id()`` of the original's tensors; other tensors are
         shared.
         """
-        for original, own in self._pairs:
+        for original, copy in self._pairs:
             state = original.__dict__.copy()
             for kind in ("_parameters", "_buffers"):
                 state[kind] = {name: tensors.get(id(t), t) for name, t in state[kind].items()}
@@ -61,10 +61,10 @@ class ModuleCopy:
                 # A method that was assigned to an attribute is bound to the copy.
                 if type(value) is MethodType and value.__self__ in self._copies:
                     state[name] = MethodType(value.__func__, self._copies[value.__self__])
-            for name in getattr(original, "_own_in_copies", ()):
-                state[name] = own.__dict__.get(name)
+            for name in getattr(original, "_kept_by_copies", ()):
+                state[name] = copy.__dict__.get(name)
             # Not through the module's own __setattr__, which looks for parameters.
-            object.__setattr__(own, "__dict__", state)
+            object.__setattr__(copy, "__dict__", state)
 
 
 class ModuleState(NamedTuple):
@@ -79,7 +79,7 @@ class ModuleState(NamedTuple):
     def of(cls, module: nn.Module) -> ModuleState:
         """The state of ``module`` now."""
         parts = list(module.modules())
-        parameters, buffers = _own_tensors(parts, "_parameters"), _own_tensors(parts, "_buffers")
+        parameters, buffers = _tensors_of(parts, "_parameters"), _tensors_of(parts, "_buffers")
         parameters += [buffer for buffer in buffers if buffer.requires_grad]
         buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         # Normalization layers write statistics without incrementing their version. Shown by
@@ -90,14 +90,16 @@ class ModuleState(NamedTuple):
             if part.training and isinstance(part, _NormBase)
             for buffer in part._buffers.values()
         }
-        versions = [object() if id(own) in counting else version_of(own) for own in buffers]
+        versions = [
+            object() if id(buffer) in counting else version_of(buffer) for buffer in buffers
+        ]
         return cls(parts, parameters, buffers, versions)
 
 
-def _own_tensors(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
+def _tensors_of(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
     """Each of the ``"_parameters"`` or ``"_buffers"`` of ``parts``, once."""
-    found = {id(own): own for part in parts for own in part.__dict__[kind].values()}
-    return [own for own in found.values() if own is not None]
+    found = {id(tensor): tensor for part in parts for tensor in part.__dict__[kind].values()}
+    return [tensor for tensor in found.values() if tensor is not None]
 
 
 def version_of(tensor: torch.Tensor) -> object:
@@ -157,7 +159,7 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
     """
     check_module(network, "network")
     parts = list(network.modules())
-    parameters, buffers = _own_tensors(parts, "_parameters"), _own_tensors(parts, "_buffers")
+    parameters, buffers = _tensors_of(parts, "_parameters"), _tensors_of(parts, "_buffers")
     _check_shapes([*parameters, *buffers])
     replicas = []
     linked = linked_embeddings_in(parts)

@@ -69,9 +69,9 @@ def _elements(value: object) -> dict[object, object] | None:
 def _fields(kind: type) -> dict[str, str] | None:
     """The fields that a dataclass is constructed from, with their names as arguments."""
     if dataclasses.is_dataclass(kind):
-        return {own.name: own.name for own in dataclasses.fields(kind) if own.init}
+        return {field.name: field.name for field in dataclasses.fields(kind) if field.init}
     if (of_attrs := getattr(kind, "__attrs_attrs__", None)) is not None:
-        return {own.name: own.alias for own in of_attrs if own.init}
+        return {field.name: field.alias for field in of_attrs if field.init}
     return None
 
 
@@ -89,8 +89,8 @@ def _attributes(value: object) -> dict[str, object]:
     held |= in_slots or {}
     elements = () if isinstance(value, Mapping) else _fields(type(value)) or ()
     return {
-        name: own
-        for name, own in held.items()
+        name: attribute
+        for name, attribute in held.items()
         if name not in elements and not _is_cached(value, name)
     }
 
@@ -139,7 +139,7 @@ def follows_its_class(value: object) -> bool:
     inside = children(value) or {}
     elements, attributes = _divided(inside)
     kept = {id(child) for child in elements.values()}
-    if all(id(own) in kept for own in attributes.values()):
+    if all(id(attribute) in kept for attribute in attributes.values()):
         return False  # a copy has them
     again = children(_constructed(type(value), elements))
     return again is not None and list(again) == list(inside) and _alike(again, inside)
@@ -274,7 +274,7 @@ def _alike(one: Mapping[Any, object], other: Mapping[Any, object]) -> bool:
         if [path for path, _ in mine] != [path for path, _ in others]:
             return False
         compare = _equal if isinstance(key, Attribute) else _same
-        if not all(compare(own, its) for (_, own), (_, its) in zip(mine, others, strict=True)):
+        if not all(compare(leaf, its) for (_, leaf), (_, its) in zip(mine, others, strict=True)):
             return False
     return True
 

@@ -56,8 +56,8 @@ class Replicas:
             refuse_forward_mode(state.parameters, state.buffers, arguments)
             replicas = self._update(module, state, len(arguments))
             calls = [
-                ReplicaCall(one.device, one.leaves, getattr(one.module, method), own)
-                for one, own in zip(replicas, arguments, strict=True)
+                ReplicaCall(one.device, one.leaves, getattr(one.module, method), given)
+                for one, given in zip(replicas, arguments, strict=True)
             ]
             results = _with_backward(_Call(calls, state.parameters, self._workers))
             if self._averages_buffers:
@@ -70,7 +70,7 @@ class Replicas:
         """Update the first ``count`` replicas to ``state``; return them."""
         if not self._replicas or self._replicas[0].parts != state.parts:
             self._replicas = [
-                KeptReplica(module, device, owns_buffers=not self._averages_buffers and not index)
+                KeptReplica(module, device, shares_buffers=not (self._averages_buffers or index))
                 for index, device in enumerate(self._devices)
             ]
         replicas = self._replicas[:count]
@@ -134,7 +134,7 @@ class _Call:
 
     def _run(self, tasks: Sequence[Task], meanwhile: Task = nothing) -> None:
         futures = self.workers.run(tasks, meanwhile)
-        raise_first([own.exception() for own in futures], [call.device for call in self.calls])
+        raise_first([each.exception() for each in futures], [call.device for call in self.calls])
 
     def backward(self, d_outputs: Sequence[torch.Tensor | None], *, keep_graph: bool) -> Gradients:
         """Run all backwards; return the gradients of ``parameters`` and ``inputs``."""
@@ -143,8 +143,8 @@ class _Call:
             try:
                 tasks: list[Task] = []
                 elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
-                for call, own in zip(self.calls, self._split(d_outputs), strict=True):
-                    ends = call.start_backward(own)
+                for call, gradients in zip(self.calls, self._split(d_outputs), strict=True):
+                    ends = call.start_backward(gradients)
                     if call.device.type == "cpu":
                         tasks.append(partial(run_backward, ends, keeps))
                     else:
@@ -161,7 +161,7 @@ class _Call:
             if not keep_graph:
                 for call in self.calls:
                     call.free_graph()
-        sums = add_up([own for own, _ in taken], self.calls[0].device)
+        sums = add_up([gradients for gradients, _ in taken], self.calls[0].device)
         return [*sums, *(gradient for _, of_inputs in taken for gradient in of_inputs)]
 
     def _split(self, d_outputs: Sequence[torch.Tensor | None]) -> list[Gradients]:
@@ -174,8 +174,8 @@ class _Call:
     ) -> Gradients:
         """Run :meth:`backward` with ``create_graph``, so that the gradients have a backward."""
         calls = [
-            call.derivative(own)
-            for call, own in zip(self.calls, self._split(d_outputs), strict=True)
+            call.derivative(gradients)
+            for call, gradients in zip(self.calls, self._split(d_outputs), strict=True)
         ]
         self._shares_graph = True
         derivative = _Call(calls, self.parameters, self.workers, is_derivative=True)
@@ -187,8 +187,8 @@ class _Call:
         num = len(self.parameters)
         # The sum is written to the first replica's gradients, which its backward may have saved.
         first = [None if gradient is None else gradient.clone() for gradient in results[0][:num]]
-        sums = add_up([first, *(own[:num] for own in results[1:])], self.calls[0].device)
-        return [*sums, *(gradient for own in results for gradient in own[num:])]
+        sums = add_up([first, *(each[:num] for each in results[1:])], self.calls[0].device)
+        return [*sums, *(gradient for each in results for gradient in each[num:])]
 
 
 def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
@@ -198,15 +198,15 @@ def add_up(of_replicas: Sequence[Gradients], home: torch.device) -> Gradients:
     other replicas' tensors are neither written to nor returned.
     """
     first, *others = of_replicas
-    total = [None if own is None else move(own, home) for own in first]
+    total = [None if gradient is None else move(gradient, home) for gradient in first]
     for gradients in others:
         sums: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
-        for index, own in enumerate(gradients):
-            if own is None:
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
                 continue
             # Moved one by one, so that copies of one replica's gradients exist at a time.
-            so_far, gradient = total[index], move(own, home)
+            so_far, gradient = total[index], move(gradient, home)
             if so_far is None:
                 total[index] = gradient.clone()
             elif so_far.layout is gradient.layout is torch.strided:
@@ -251,7 +251,7 @@ class _Replicas(torch.autograd.Function):
         outputs = tuple(output.detach() for output in inner)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*compress(outputs, [not own.requires_grad for own in inner]))
+        ctx.mark_non_differentiable(*compress(outputs, [not each.requires_grad for each in inner]))
         return outputs
 
     @staticmethod

@@ -140,7 +140,7 @@ def _scatter(
     count = counts[0] if counts else len(cut.devices)
     met: _Met = {}
     columns = [_parts(value, count, cut, met, (name,)) for name, value in named.items()]
-    return [dict(zip(named, own, strict=True)) for own in zip(*columns, strict=True)]
+    return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 # By id, values that have been met with what was made of them, or None while it is being made. An
@@ -366,11 +366,11 @@ def _join_packed(parts: Sequence[PackedSequence], device: torch.device) -> Packe
         return parts[0].to(device)  # type: ignore[arg-type]  # torch gives one of the overloads
     rows, num_rows = [], 0
     for part in parts:
-        own = _rows(part)
-        rows.append(torch.where(own < 0, own, own + num_rows))
+        indices = _rows(part)
+        rows.append(torch.where(indices < 0, indices, indices + num_rows))
         num_rows += len(part.data)
     longest = max(map(len, rows))
-    below = [pad(own, (0, 0, 0, longest - len(own)), value=-1) for own in rows]
+    below = [pad(indices, (0, 0, 0, longest - len(indices)), value=-1) for indices in rows]
     data = torch.cat([move(part.data, device) for part in parts])
     return _pack(data, torch.cat(below, dim=1), device)
 

@@ -103,7 +103,7 @@ def wait_for(futures: Sequence[Future[T]]) -> None:
 def _wait_whatever_comes(futures: Sequence[Future[T]]) -> None:
     """Wait for all, even after Ctrl-C: threads must not write to tensors of the next call."""
     interruption: KeyboardInterrupt | None = None
-    while not all(own.done() for own in futures):
+    while not all(future.done() for future in futures):
         try:
             wait_for(futures)
         except KeyboardInterrupt as error:
