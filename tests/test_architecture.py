@@ -141,7 +141,7 @@ MODULE_STATE = {
     "nn.replicas.group._replica": "the replica that runs",
     # What is said once.
     "nn.parallel_state._has_warned": "losses that are divided though their mean is taken",
-    "nn.sync_batch_norm._tell_of_local_statistics": "statistics of a rank's own samples",
+    "nn.sync_batch_norm._told_of_local_statistics": "statistics of a rank's own samples",
     "world.told._tell_of_strangers": "ranks that have not met",
     # Results that are the same each time.
     "comm.collectives._reduction": "how a reduction is computed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,8 @@ from lockstep.torch_private import _BatchNorm
 from lockstep.world import device_of_sums
 
 _log = logging.getLogger(__name__)
+# Taken by the rank that says it: ranks may be threads.
+_told_of_local_statistics = threading.Lock()
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -180,8 +183,13 @@ class SyncBatchNorm(_BatchNorm):
         if group is None or group.size() == 1:
             return kind.forward(self, *args, **kwargs)
         if not self.training:
-            if self.running_mean is None:
-                _tell_of_local_statistics()
+            if self.running_mean is None and _told_of_local_statistics.acquire(blocking=False):
+                _log.warning(
+                    "A SyncBatchNorm without running statistics is in evaluation, where it waits "
+                    "for no other rank: each rank normalises by the statistics of its own samples, "
+                    "and ranks differ from one process with all of them. Give it "
+                    "track_running_stats=True, or evaluate in one rank."
+                )
             return kind.forward(self, *args, **kwargs)
         return _forward_over(group, kind, self, args, kwargs)
 
@@ -215,15 +223,6 @@ class _Kept:
                 "ranks."
             )
         return _Kept, (None,)
-
-
-@functools.cache
-def _tell_of_local_statistics() -> None:
-    _log.warning(
-        "A SyncBatchNorm without running statistics is in evaluation, where it waits for no other "
-        "rank: each rank normalises by the statistics of its own samples, and ranks differ from "
-        "one process with all of them. Give it track_running_stats=True, or evaluate in one rank."
-    )
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
