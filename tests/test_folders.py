@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.folders import Folder, new_text, open_named, open_own, open_regular
+from lockstep.folders import Folder, new_text, open_named, open_regular, open_to_write
 from lockstep.printable import printable
 
 
@@ -55,7 +55,7 @@ def test_what_others_put_there_is_not_written_to(tmp_path: Path, put: Callable) 
     for write in (
         lambda: folder.new_file("name"),
         lambda: folder.open_lock("name"),
-        lambda: open_own(tmp_path / "name"),
+        lambda: open_to_write(tmp_path / "name"),
     ):
         with pytest.raises(OSError, match=r"File exists|It is a|Is a directory") as caught:
             write()
@@ -143,7 +143,7 @@ def test_a_name_that_is_taken_from_a_file_meanwhile_is_not_written_to(
 
     monkeypatch.setattr(os, "open", quick)
     with pytest.raises(OSError, match=r"No such file|other names"):
-        open_own(a_hard_link_of)
+        open_to_write(a_hard_link_of)
 
 
 def test_what_a_user_has_named_may_be_a_link_of_its_own(tmp_path: Path) -> None:

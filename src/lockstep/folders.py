@@ -92,7 +92,7 @@ class Folder:
                 may be a file that nobody meant to overwrite.
         """
         with _naming(self.path / name):
-            return open_own(name, os.O_RDWR, dir_fd=self._descriptor)
+            return open_to_write(name, os.O_RDWR, dir_fd=self._descriptor)
 
     def rename(self, name: str, to: str) -> None:
         """Rename what is in it; a link, not what it leads to."""
@@ -140,7 +140,7 @@ def open_regular(path: str | Path, *, dir_fd: int | None = None) -> int:
     return descriptor
 
 
-def open_own(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None = None) -> int:
+def open_to_write(path: str | Path, flags: int = os.O_WRONLY, *, dir_fd: int | None = None) -> int:
     """Return the descriptor of a file to write to, which has what it had; it is made if need be.
 
     Raises:

@@ -187,5 +187,5 @@ def test_a_group_that_is_made_does_not_wait_for_a_stopped_store(
     store: Any = StoppedStore("add")
     options: Any = SimpleNamespace(store=store, group_rank=1, group_size=2)
     with pytest.raises(RendezvousFailed, match=r"Rank 1 of 2 can't join: of the store"):
-        backends_module._own_store(options)
+        backends_module._unused_store(options)
     store.goes_on.set()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lockstep.world.network import addresses, answering, own_address_towards, reached
+from lockstep.world.network import address_towards, addresses, answering, reached
 from lockstep.world.reach import _choice, _missing
 
 A = [[("10.0.0.1", 1), ("fd00::1", 2)]]
@@ -75,6 +75,6 @@ def test_the_first_address_that_answers_is_taken() -> None:
 
 
 def test_own_address_towards_a_host() -> None:
-    assert own_address_towards("127.0.0.1", 9) == "127.0.0.1"
-    assert own_address_towards("no-such-host.invalid", 9) is None
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    assert address_towards("no-such-host.invalid", 9) is None
     assert addresses()["127.0.0.1"] == "lo"

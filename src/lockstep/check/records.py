@@ -172,7 +172,7 @@ class Exchange:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._ranks = [plan.records(of_rank(n), plan.trial) for n in range(plan.num_ranks)]
-        self._own = self._ranks[rank]
+        self._local = self._ranks[rank]
         # Before the whole trial has failed: there is an error that says where.
         self._patience = plan.patience / 2
         self._counts: Counter[str] = Counter()
@@ -181,14 +181,14 @@ class Exchange:
     def gather(self, key: str, value: Any) -> list[Any]:
         """The ``value`` of each rank. Every rank calls it."""
         name = self._next(key)
-        self._own.save(name, value)
+        self._local.save(name, value)
         return [self._wait(rank, name) for rank in range(len(self._ranks))]
 
     def of_first(self, key: str, value: Any) -> Any:
         """The ``value`` of rank 0, which waits for nobody."""
         name = self._next(key)
         if self.rank == 0:
-            self._own.save(name, value)
+            self._local.save(name, value)
             return value
         return self._wait(0, name)
 
@@ -199,7 +199,7 @@ class Exchange:
 
     def tell(self, key: str, value: Any) -> None:
         """Tell ``value``, for :meth:`told`."""
-        self._own.save(self._next(key), value)
+        self._local.save(self._next(key), value)
 
     def _next(self, key: str) -> str:
         self._counts[key] += 1

@@ -278,7 +278,7 @@ def _put(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULE = torch.nn.modules.module.__file__
-_OWN = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 _CHECK = str(Path(__file__).parent)
 
 
@@ -293,7 +293,7 @@ def line_of_program() -> str | None:
         path = frame.f_code.co_filename
         if path.startswith((_TORCH, "<")):
             is_in_module |= path == _MODULE
-        elif path.startswith(_OWN):
+        elif path.startswith(_PACKAGE):
             if not is_in_module and not path.startswith(_CHECK):
                 return None
         else:

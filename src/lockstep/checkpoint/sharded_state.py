@@ -75,19 +75,19 @@ class ShardedState:
             to_come = sharding.states_to_come()
         index_of = {parameter: index for index, parameter in enumerate(parameters)}
         found: dict[str, dict[str, Any]] = {}
-        for index, own in state["state"].items():
-            for name, value in own.items():
+        for index, values in state["state"].items():
+            for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     check_tensor(value, f"state.{index}.{name}")
-            found[str(index)] = {name: _entry(value) for name, value in own.items()}
+            found[str(index)] = {name: _entry(value) for name, value in values.items()}
         for each, is_to_come in [*((p, False) for p in parts), *((p, True) for p in to_come)]:
-            own = found.setdefault(str(index_of[each.parameter]), {})
-            own |= {name: _entry(value, is_to_come) for name, value in each.once.items()}
+            values = found.setdefault(str(index_of[each.parameter]), {})
+            values |= {name: _entry(value, is_to_come) for name, value in each.once.items()}
             for name, elements in each.by_element.items():
-                if name in own:
-                    own[name].ranges.append((each.start, elements))
+                if name in values:
+                    values[name].ranges.append((each.start, elements))
                 else:
-                    own[name] = _local_tensor(each.parameter, each.start, elements, is_to_come)
+                    values[name] = _local_tensor(each.parameter, each.start, elements, is_to_come)
         divided = set() if sharding is None else sharding.owned().keys()
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
@@ -106,8 +106,8 @@ class ShardedState:
         """
         failure, state = None, {}
         try:
-            for index, own in state_dict["state"].items():
-                if there := self._loaded_of(index, own):
+            for index, values in state_dict["state"].items():
+                if there := self._loaded_of(index, values):
                     state[int(index)] = {name: _loaded(value) for name, value in there.items()}
         except CheckpointMismatch as error:
             failure = error

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import TORCHS_WRAPPERS, DataParallel
-from lockstep.optim import has_own_state, inner_optimizer, sharding_of
+from lockstep.optim import has_more_state, inner_optimizer, sharding_of
 from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
 from lockstep.world import parameters_of
 
@@ -31,7 +31,7 @@ def kind_of(thing: object) -> str:
     if isinstance(thing, nn.Module):
         return "module"
     if isinstance(thing, Optimizer):
-        return "state" if has_own_state(unwrapped(thing)) else "optimizer"
+        return "state" if has_more_state(unwrapped(thing)) else "optimizer"
     if isinstance(thing, torch.Tensor):
         return "tensor"
     if isinstance(thing, torch.Generator):
@@ -141,8 +141,8 @@ def prepare(
         value = manifest.parse(decode, tree, tensor_of)
     if kind == "module":
         state = thing.state_dict()
-        own = _plain_names(thing)
-        state.update({key: value[plain] for key, plain in own.items() if plain in value})
+        names_in = _plain_names(thing)
+        state.update({key: value[plain] for key, plain in names_in.items() if plain in value})
         return partial(put, thing.load_state_dict, state)
     if kind == "tensor":
         return partial(_copy, thing, value)

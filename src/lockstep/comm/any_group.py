@@ -391,9 +391,9 @@ class TensorBroadcast:
                 continue
             stored = [without_repeats(tensor.data) for tensor in chunk]
             parts = wire.split([tensor.nbytes for tensor in stored])
-            for tensor, own, part in zip(chunk, stored, parts, strict=True):
+            for tensor, dense, part in zip(chunk, stored, parts, strict=True):
                 if may_write(tensor):
-                    own.copy_(part.view(own.dtype).view(own.shape))
+                    dense.copy_(part.view(dense.dtype).view(dense.shape))
 
 
 def broadcast_tensors(group: ProcessGroup, tensors: Iterable[Tensor], source: int = 0) -> None:

@@ -27,7 +27,7 @@ def register_backends() -> None:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _own_store(options: _DistributedBackendOptions) -> dist.Store:
+def _unused_store(options: _DistributedBackendOptions) -> dist.Store:
     """Return a part of the store that no earlier group has used."""
     # After destroy_process_group() torch gives the same names to new groups, and a store may
     # outlive groups (torchrun's does). Ranks create groups in the same order, so each counts for
@@ -45,7 +45,7 @@ def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessG
     from lockstep.comm.hosts import HostsCollectives, HostsTransport, ranks_by_host
     from lockstep.comm.shm.transport import ShmTransport
 
-    rank, size, store = options.group_rank, options.group_size, _own_store(options)
+    rank, size, store = options.group_rank, options.group_size, _unused_store(options)
     seconds = options.timeout.total_seconds()
     members = options.global_ranks_in_group
     hosts = ranks_by_host(store, rank, size, seconds)
@@ -61,7 +61,7 @@ def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.Proc
     from lockstep.comm.group import SharedMemoryGroup
     from lockstep.comm.threads.transport import join
 
-    rank, size, store = options.group_rank, options.group_size, _own_store(options)
+    rank, size, store = options.group_rank, options.group_size, _unused_store(options)
     seconds = options.timeout.total_seconds()
     transport = join(store, rank, size, seconds, options.global_ranks_in_group)
     return SharedMemoryGroup(transport, THREADS, options.timeout, store)

@@ -47,8 +47,8 @@ def connect(
         BackendUnavailable: If torch has no such backend, or it carries no such tensors.
     """
     plugin = dist.Backend._plugins.get(backend.upper())
-    own: Any = getattr(dist, f"ProcessGroup{backend.upper()}", None)  # NCCL's, or XCCL's of XPU
-    if not carries(backend, kind) or (plugin is None and not hasattr(own, "Options")):
+    torchs: Any = getattr(dist, f"ProcessGroup{backend.upper()}", None)  # NCCL's, or XPU's XCCL
+    if not carries(backend, kind) or (plugin is None and not hasattr(torchs, "Options")):
         raise BackendUnavailable(
             f"The backend {backend!r} can't be used for tensors of {kind}: it carries none, or "
             "torch doesn't have it here. Give the group another one for them."
@@ -57,9 +57,9 @@ def connect(
         create = partial(dist.ProcessGroupGloo, store, rank, size, timeout=timeout)
         return answered(create, timeout.total_seconds() + STORE_SECONDS)
     if plugin is None:
-        options = own.Options()
+        options = torchs.Options()
         options._timeout = timeout
-        return own(store, rank, size, options)
+        return torchs(store, rank, size, options)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     options = _DistributedBackendOptions()

@@ -293,15 +293,15 @@ class Collectives:
         ``inputs`` are one for each rank; ``lengths`` has, by rank, the lengths of its inputs.
         """
         transport, dtype = self._transport, inputs[0].dtype
-        size, own = transport.size, transport.rank
+        size, here = transport.size, transport.rank
         for piece in pieces(max(map(max, lengths)), self._slot_numel(dtype) // size):
             addresses = self._announce([part[piece] for part in inputs])
             received = []
             for rank, (address, theirs) in enumerate(zip(addresses, lengths, strict=True)):
                 staged = [len(range(length)[piece]) for length in theirs]
-                start = sum(staged[:own])
+                start = sum(staged[:here])
                 slot = transport.at(rank, address, dtype, sum(staged))
-                received.append(slot[start : start + staged[own]])
+                received.append(slot[start : start + staged[here]])
             yield piece, received
 
     def _check_lengths(self, inputs: Tensors, outputs: Tensors) -> list[list[int]]:
@@ -383,8 +383,8 @@ def sum_sparse(all_gather: Callable[[Tensor], list[Tensor]], mine: Tensor) -> Te
         return mine
     padding = max(counts) - len(values)
     all_indices, all_values = (
-        all_gather(torch.cat([own, own.new_zeros(padding, *own.shape[1:])]))
-        for own in (indices, values)
+        all_gather(torch.cat([each, each.new_zeros(padding, *each.shape[1:])]))
+        for each in (indices, values)
     )
     parts = (
         torch.sparse_coo_tensor(

@@ -164,10 +164,10 @@ class _Note(NamedTuple):
 
 
 def _blame(
-    ranks: range, rank: int, own: _Note, others: Mapping[int, _Note]
+    ranks: range, rank: int, local_note: _Note, others: Mapping[int, _Note]
 ) -> tuple[list[int], list[int] | None]:
     """Return the ranks that are gone, and those that have not come; None if no time was up."""
-    notes = {**others, rank: own}
+    notes = {**others, rank: local_note}
     gone = {rank for note in notes.values() for rank in note.gone} - set(notes)
     is_late = not gone and any(note.is_late for note in notes.values())
     return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None

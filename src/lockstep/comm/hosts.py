@@ -89,8 +89,8 @@ class HostsTransport(Membership):
         names = list(members or range(self.size))
         self._name = names[rank]
         self.host, index = self.positions[rank]
-        own = [names[r] for r in hosts[self.host]]
-        self._own = dist.PrefixStore(f"{self.host}/", store), index, own
+        on_host = [names[r] for r in hosts[self.host]]
+        self._here = dist.PrefixStore(f"{self.host}/", store), index, on_host
         self.local = self.connect_host("", timeout)
         self.everyone = self.mailbox = Network("everyone", store, names, self._name, timeout)
         self.num_columns = min(map(len, hosts))
@@ -105,7 +105,7 @@ class HostsTransport(Membership):
 
         Each call has another ``name``; ``timeout`` is the seconds to wait for the others.
         """
-        store, index, members = self._own
+        store, index, members = self._here
         store_of_host = dist.PrefixStore(name, store)
         return ShmTransport(store_of_host, index, len(members), timeout, members)
 

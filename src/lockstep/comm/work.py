@@ -263,7 +263,7 @@ class GroupWork(BaseWork):
         """Complete the future, if there is one. Its callbacks may make calls, and wait for them."""
         if self._is_there is None or self._is_told:
             return
-        if self._queue.is_own_thread():
+        if self._queue.is_this_thread():
             with suppress(RuntimeError):  # there may be as many threads as are allowed
                 start_thread(self._tell, "lockstep-callback")
                 return
@@ -420,7 +420,7 @@ class WorkQueue:
         self._watch()
         self._is_urgent.set()
 
-    def is_own_thread(self) -> bool:
+    def is_this_thread(self) -> bool:
         """Whether this is the queue's own thread."""
         with self._thread_lock:  # until a thread that has just started is known
             return self._thread is threading.current_thread()

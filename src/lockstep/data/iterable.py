@@ -200,7 +200,7 @@ def global_stream(
         _, probed = _first_answers(asked, answers, num_workers, group)
         asked.ask(settle(probed))
         first, shards = _first_answers(asked, answers, num_workers, group)
-    elif any(shard.has_failed for own in shards for shard in own):
+    elif any(shard.has_failed for of_rank in shards for shard in of_rank):
         asked.ask(asked.request.view)  # now it raises what it raised
         first, shards = _first_answers(asked, answers, num_workers, group)
     check_shards(shards, asked.request.view)

@@ -157,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._view: View | None = None  # until it is found out
         if self_sharding is not None:
             check_flag("self_sharding", self_sharding)
-            self._view = View.OWN if self_sharding else View.ALL
+            self._view = View.LOCAL if self_sharding else View.ALL
         if type(self.sampler) is RandomSampler and self.sampler.generator is None:
             self.sampler.generator = torch.Generator()  # which is seeded for each epoch
         sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
@@ -214,9 +214,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _gives_lists(self) -> bool:
         """Whether the ranks can share what the sampler gives at a time."""
-        own = (RandomSampler, SequentialSampler)
+        torchs = (RandomSampler, SequentialSampler)
         is_given = self.batch_sampler is not None or self._is_iterable
-        return is_given or not isinstance(self.sampler, own)
+        return is_given or not isinstance(self.sampler, torchs)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from 0; trainers call it."""

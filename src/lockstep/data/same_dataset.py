@@ -33,9 +33,9 @@ def check_same_dataset(
         part = LocalBatch([index], seed, 0, is_one=not is_list)
         found[repr(index)] = [of_sample(reader[part]) for _ in range(2)]
     by_rank = differing_facts(group, found)
-    is_repeatable = all(first == again for own in by_rank for first, again in own.values())
-    for rank, own in enumerate(by_rank if is_repeatable else []):
-        for index, checksums in own.items():
+    is_repeatable = all(first == again for samples in by_rank for first, again in samples.values())
+    for rank, samples in enumerate(by_rank if is_repeatable else []):
+        for index, checksums in samples.items():
             if checksums != by_rank[0][index]:
                 raise SplitError(
                     f"The ranks' datasets differ: sample {index} is another one on rank {rank} "

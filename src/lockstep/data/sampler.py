@@ -177,11 +177,11 @@ class DistributedSampler(TorchSampler[_T_co]):
                 digest = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
                 facts["order of the sampler, by its digest,"] = digest
             # Ranks with numbers of their own are compared; else equal facts cost one all-reduce.
-            own = None if self.rank == self._group.rank() else self.rank
-            by_rank = differing_facts(self._group, facts | {"rank": own})
+            given = None if self.rank == self._group.rank() else self.rank
+            by_rank = differing_facts(self._group, facts | {"rank": given})
             numbers = [theirs.pop("rank") for theirs in by_rank]
             check_same_facts(self._group, "DistributedSampler", by_rank, _CURE)
-            numbers = [rank if own is None else own for rank, own in enumerate(numbers)]
+            numbers = [rank if given is None else given for rank, given in enumerate(numbers)]
             for rank, number in enumerate(numbers):
                 if number in numbers[:rank]:
                     raise CollectiveMismatch(
@@ -277,8 +277,8 @@ def _length_of(dataset: object) -> int:
 @contextmanager
 def _seeded(sampler: object, seed: int) -> Iterator[None]:
     """Let ``sampler`` draw from random numbers of this seed, and leave all generators as before."""
-    own = (getattr(each, "generator", None) for each in samplers_in(sampler))
-    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
+    drawn = (getattr(each, "generator", None) for each in samplers_in(sampler))
+    generators = [torch.default_generator, *(g for g in drawn if isinstance(g, torch.Generator))]
     with exclusive:
         states, state = [generator.get_state() for generator in generators], random.getstate()
         try:

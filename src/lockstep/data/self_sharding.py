@@ -39,7 +39,7 @@ class View(IntEnum):
     """Which workers ``get_worker_info()`` counts while a dataset is read."""
 
     ALL = 0  # those of all ranks
-    OWN = 1  # those of this rank: the dataset divides itself among the ranks
+    LOCAL = 1  # those of this rank: the dataset divides itself among the ranks
     PROBE = 2  # the same, to find out
 
 
@@ -92,7 +92,7 @@ def noting_rank() -> Iterator[list[bool]]:
 
 def has_rank(shards: Sequence[Sequence[Shard]]) -> bool:
     """Whether the dataset may know its rank, on several ranks; ``shards`` are by rank."""
-    each = [shard for own in shards for shard in own]
+    each = [shard for of_rank in shards for shard in of_rank]
     return len(shards) > 1 and any(s.asked_rank or not s.is_same for s in each)
 
 
@@ -102,11 +102,11 @@ def settle(probed: Sequence[Sequence[Shard]]) -> View:
     Raises:
         SplitError: If that can't be told.
     """
-    firsts = [[shard.first for shard in own] for own in probed]
-    if all(own == firsts[0] for own in firsts):
+    firsts = [[shard.first for shard in of_rank] for of_rank in probed]
+    if all(of_rank == firsts[0] for of_rank in firsts):
         return View.ALL
-    if all(shard.is_repeatable for own in probed for shard in own):
-        return View.OWN
+    if all(shard.is_repeatable for of_rank in probed for shard in of_rank):
+        return View.LOCAL
     raise SplitError(
         "The iterable dataset asks for its rank or differs between the ranks, and gives other "
         "samples each time it begins, so that it can't be told whether it divides its samples "
@@ -131,7 +131,7 @@ def check_shards(shards: Sequence[Sequence[Shard]], view: View) -> None:
             other, named = owners.setdefault(shard.first, (rank, name))
             if named == name:
                 continue
-            cure = _CURES[view is View.OWN, rank == other]
+            cure = _CURES[view is View.LOCAL, rank == other]
             raise SplitError(
                 f"The iterable dataset gives the same samples to {named} and to {name}, so that "
                 f"they would count several times. {cure}"

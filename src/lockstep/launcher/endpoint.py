@@ -232,8 +232,8 @@ def _is_another_here(mark: str) -> bool:
     """Whether another launcher in this host's network has a file with this ``mark``."""
     for pid, path in files_in_memory(mark):
         with contextlib.suppress(OSError):  # it has just ended
-            is_its_own = name_of(path) == f"{mark}{pid}"
+            is_by_it = name_of(path) == f"{mark}{pid}"
             networks = {os.readlink(f"/proc/{process}/ns/net") for process in (pid, "self")}
-            if is_its_own and pid != os.getpid() and len(networks) == 1:
+            if is_by_it and pid != os.getpid() and len(networks) == 1:
                 return True
     return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
-from lockstep.folders import open_own
+from lockstep.folders import open_to_write
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
 from lockstep.launcher.writer import StreamWriter
@@ -289,7 +289,7 @@ def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
         return {}
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        files = {rank: open_own(Path(directory) / f"rank-{rank}.log") for rank in ranks}
+        files = {rank: open_to_write(Path(directory) / f"rank-{rank}.log") for rank in ranks}
         for file in files.values():
             os.ftruncate(file, 0)
         return files

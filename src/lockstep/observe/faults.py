@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.errors import TraceError
-from lockstep.folders import open_own
+from lockstep.folders import open_to_write
 
 _log = logging.getLogger("lockstep")
 _CHUNK_BYTES = select.PIPE_BUF  # for which a pipe that polls as writable has room
@@ -102,7 +102,7 @@ class Spool:
         self._descriptor: int | None = None
         with only_observing(f"{what} can't be written to {path}", lost):
             make_folder(path.parent)
-            self._descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
+            self._descriptor = open_to_write(path, os.O_WRONLY | os.O_APPEND)
 
     @property
     def is_open(self) -> bool:

@@ -2,7 +2,7 @@ from .clip import clip_grad_norm_ as clip_grad_norm_
 from .partial import PartialTensor as PartialTensor
 from .partial import state_to_come as state_to_come
 from .shard import MASTER as MASTER
-from .sharded_optimizer import has_own_state as has_own_state
+from .sharded_optimizer import has_more_state as has_more_state
 from .sharded_optimizer import inner_optimizer as inner_optimizer
 from .sharded_optimizer import shard_optimizer as shard_optimizer
 from .sharded_optimizer import sharding_of as sharding_of

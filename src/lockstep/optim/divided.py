@@ -85,7 +85,7 @@ class DividedState(defaultdict[Any, State]):
         That of other parameters is of use on their owner alone, and is there already.
         """
         changes, self._changes = self._changes, {}
-        return {key: own for key, own in changes.items() if self._owners[key] is None}
+        return {key: state for key, state in changes.items() if self._owners[key] is None}
 
     def __missing__(self, key: Any) -> State:
         """Make an empty state, as torch's does; raise if another rank has it."""
@@ -165,4 +165,4 @@ class DividedState(defaultdict[Any, State]):
 def without(state: Mapping[Any, State], keys: Iterable[Any]) -> dict[Any, State]:
     """Return the part of ``state`` that isn't of ``keys``, nor of divided state."""
     left_out = {*keys, _MARK}
-    return {key: own for key, own in state.items() if key not in left_out}
+    return {key: values for key, values in state.items() if key not in left_out}

@@ -75,16 +75,16 @@ class Division:
         make = whole_parameters if keeps_whole else make_shards
         self.flats: list[FlatParameters] = []
         self.shards: list[Shard] = []
-        for (ranks, *_), own in together.items():
+        for (ranks, *_), alike in together.items():
             finish_failed(ranks)
-            self._check_same(ranks, own, [number[parameter] for parameter in own])
-            shared = any_rank(ranks, [*map(shares_memory, own)])
-            local.update(self._left_whole(own, shared))
-            own = [p for p in own if p not in local]
-            if not own:
+            self._check_same(ranks, alike, [number[parameter] for parameter in alike])
+            shared = any_rank(ranks, [*map(shares_memory, alike)])
+            local.update(self._left_whole(alike, shared))
+            alike = [p for p in alike if p not in local]
+            if not alike:
                 continue
             overlaps = options.overlaps and can_overlap(ranks)
-            for part in _by_bucket(own) if overlaps and not keeps_whole else [own]:
+            for part in _by_bucket(alike) if overlaps and not keeps_whole else [alike]:
                 flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
                 self.flats.append(flat)
                 self.shards += make(flat, [number[p] for p in part], options.master_dtype)
@@ -133,8 +133,8 @@ class Division:
     def is_of(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the optimizer's groups have the same parameters as when they were divided."""
         return len(groups) == len(self.parameters) and all(
-            len(group["params"]) == len(own) and all(map(operator.is_, group["params"], own))
-            for group, own in zip(groups, self.parameters, strict=True)
+            len(group["params"]) == len(known) and all(map(operator.is_, group["params"], known))
+            for group, known in zip(groups, self.parameters, strict=True)
         )
 
     def take_back(self) -> bool:
@@ -153,14 +153,14 @@ class Division:
     def set_state(self, state: Mapping[Any, State]) -> None:
         """Set the optimizer's state to this rank's part of ``state``, which is by parameter."""
         whole = {**state}
-        own: Any = self._optimizer.state
-        if not isinstance(own, DividedState):
-            own = DividedState(type(self._optimizer).__name__)
-        own.reset({p: owner for flat in self.flats for p, owner in flat.owners().items()})
-        own.update(without(whole, self.divided()))
-        own.set_marked(bool(whole))
-        self.shards = [part for shard in self.shards for part in put_state(shard, whole, own)]
-        self.state = self._optimizer.state = own
+        local: Any = self._optimizer.state
+        if not isinstance(local, DividedState):
+            local = DividedState(type(self._optimizer).__name__)
+        local.reset({p: owner for flat in self.flats for p, owner in flat.owners().items()})
+        local.update(without(whole, self.divided()))
+        local.set_marked(bool(whole))
+        self.shards = [part for shard in self.shards for part in put_state(shard, whole, local)]
+        self.state = self._optimizer.state = local
         self.repeats.doubt()
 
     def whole_state(self) -> dict[Any, State]:

@@ -198,7 +198,7 @@ class FlatParameters:
                 view.copy_(data)
                 if data.device.type != "cpu":  # or its own stream uses the memory again too early
                     data.record_stream(torch.accelerator.current_stream(data.device))
-                parameter.data = _with_storage_of_its_own(view)
+                parameter.data = _with_separate_storage(view)
                 self._storages[index] = parameter.untyped_storage()
         return True
 
@@ -270,7 +270,7 @@ def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Paramete
     for parameter in parameters:
         if parameter.layout is torch.strided and parameter.numel():
             owners[parameter.untyped_storage().data_ptr()].append(parameter)
-    return {parameter for own in owners.values() if len(own) > 1 for parameter in own}
+    return {parameter for sharing in owners.values() if len(sharing) > 1 for parameter in sharing}
 
 
 def shares_memory(parameter: torch.Tensor) -> bool:
@@ -297,7 +297,7 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.devic
     return parameter.shape, parameter.dtype, parameter.device
 
 
-def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+def _with_separate_storage(view: torch.Tensor) -> torch.Tensor:
     """Return the same elements in a storage of their own: torch.save() saves whole storages."""
     start = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[start : start + view.nbytes]

@@ -21,7 +21,7 @@ def collectives_refused() -> Iterator[list[str]]:
     Whoever refers to them, and however: each asks first whether this rank is in the group. Yields a
     list of the names of those that were called.
     """
-    called, own = list[str](), threading.get_ident()
+    called, this_thread = list[str](), threading.get_ident()
     with _one_at_a_time:
         rank_not_in_group = distributed_c10d._rank_not_in_group
 
@@ -29,7 +29,7 @@ def collectives_refused() -> Iterator[list[str]]:
         def refuse(group: Any) -> bool:
             name = sys._getframe(1).f_code.co_name
             is_question = name.startswith("get_") or name.endswith("_timeout")
-            if is_question or threading.get_ident() != own:
+            if is_question or threading.get_ident() != this_thread:
                 return rank_not_in_group(group)
             called.append(name)
             raise RuntimeError(f"{name}() is called while one rank alone tries a step.")

@@ -97,7 +97,7 @@ def state_to_come(optimizer: Optimizer, group: int, tensor: torch.Tensor) -> dic
     gradient = torch.zeros_like(copy)
     copy.grad = gradient.to_sparse(1) if isinstance(optimizer, SparseAdam) else gradient
     groups = enumerate(optimizer.param_groups)
-    trial.param_groups = [{**own, "params": [copy] if i == group else []} for i, own in groups]
+    trial.param_groups = [{**each, "params": [copy] if i == group else []} for i, each in groups]
     trial.state = defaultdict(dict)
     try:
         with torch.no_grad():

@@ -33,7 +33,7 @@ from lockstep.tree import Collector
 
 # Rounding hides small differences: so more steps are taken in float64 than in the own dtype. More
 # than these take seconds with optimizers such as SOAP, and what parts later is told by repeats.py.
-_NUM_STEPS, _NUM_STEPS_IN_OWN_DTYPE = 20, 12
+_NUM_STEPS, _NUM_STEPS_IN_ITS_DTYPE = 20, 12
 # The number of first steps in which two equal copies are compared, and in which parts are tried
 # that lack most stand-ins.
 _NUM_REPEATED, _NUM_LACKING = 3, 8
@@ -116,7 +116,7 @@ def _try_twice(trial: Callable[[torch.dtype | None, int], Verdict], *, is_fine: 
         fine = trial(torch.float64, _NUM_STEPS)
     if fine.outcome is Outcome.REFUSE:
         return fine
-    num_steps = _NUM_STEPS_IN_OWN_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
+    num_steps = _NUM_STEPS_IN_ITS_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
     found = trial(None, num_steps)
     if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
         return fine._replace(may_draw=found.may_draw)
@@ -150,8 +150,8 @@ class _Muted:
 
     def write(self, text: str) -> int:
         """Write what other threads print."""
-        is_own = threading.get_ident() == self._thread
-        return len(text) if is_own else self._stream.write(text)
+        is_this_thread = threading.get_ident() == self._thread
+        return len(text) if is_this_thread else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -195,11 +195,11 @@ class _TrialRank:
     def __init__(self, made: Copy, owned: Set[int] | None = None) -> None:
         self.optimizer, self.stand_ins = made.optimizer, made.stand_ins
         self.owned = {*range(len(self.stand_ins))} if owned is None else owned
-        own = {id(self.stand_ins[index]) for index in self.owned}
+        ids = {id(self.stand_ins[index]) for index in self.owned}
         groups = self.optimizer.param_groups
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         self.group_of = [numbers[id(p)] for p in self.stand_ins]
-        self._groups = [[p for p in group["params"] if id(p) in own] for group in groups]
+        self._groups = [[p for p in group["params"] if id(p) in ids] for group in groups]
         with suppress(Exception):  # without this, Schedule-Free's takes no step
             self.act(self.optimizer.train)  # type: ignore[attr-defined]
 
@@ -224,8 +224,8 @@ class _TrialRank:
         """Call a method with the stand-ins that it owns in the groups."""
         groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
-        for group, own in zip(groups, self._groups, strict=True):
-            group["params"] = own
+        for group, parameters in zip(groups, self._groups, strict=True):
+            group["params"] = parameters
         try:
             method()
         finally:
@@ -261,9 +261,9 @@ class _Trial:
             self._parts: list[_TrialRank] = []
             self._few: list[_TrialRank] = []
             if groups_by_rank is not None:
-                self._parts += [_TrialRank(self._make(), own) for own in self._halves()]
+                self._parts += [_TrialRank(self._make(), owned) for owned in self._halves()]
                 self._few += [
-                    _TrialRank(self._make(), own) for own in self._with_few(groups_by_rank)
+                    _TrialRank(self._make(), owned) for owned in self._with_few(groups_by_rank)
                 ]
         except Exception as error:
             raise _NotTried(f"it can't be copied to try it ({_told(error)})") from error
@@ -285,7 +285,7 @@ class _Trial:
         fewest = [has for has in groups_by_rank if not any(other < has for other in groups_by_rank)]
         parts = [frozenset(i for i in every if group_of[i] in has) for has in fewest]
         known = [every, *self._halves()]
-        return [own for own in dict.fromkeys([frozenset({0}), *parts]) if own not in known]
+        return [part for part in dict.fromkeys([frozenset({0}), *parts]) if part not in known]
 
     def run(self, num_steps: int) -> None:
         """Take steps, and call the methods that are divided as steps are."""

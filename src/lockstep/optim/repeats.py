@@ -37,7 +37,7 @@ from lockstep.world import is_capturing
 # Larger parameters aren't repeated.
 _NUMEL = 16 * 1024
 # Attributes of parameters that are lockstep's own.
-_OWN = {"_arrival", "_deferred"}
+_OURS = {"_arrival", "_deferred"}
 # What an optimizer may have as an option or attribute without keeping values of each parameter.
 _NOT_PER_PARAMETER = (
     *(type(None), bool, int, float, str, torch.dtype, torch.device),
@@ -211,14 +211,14 @@ class Repeats:
         together: dict[dist.ProcessGroup, list[FlatParameters]] = defaultdict(list)
         for flat in flats:
             together[flat.group].append(flat)
-        for ranks, own in together.items():
-            machine = _machine(own[0].parameters[0].device)
-            found = gather_json(ranks, [machine, [_choose(flat, groups) for flat in own]])
+        for ranks, of_ranks in together.items():
+            machine = _machine(of_ranks[0].parameters[0].device)
+            found = gather_json(ranks, [machine, [_choose(flat, groups) for flat in of_ranks]])
             pairs = self._pairs[ranks] = []
             if any(each != machine for each, _ in found):
                 continue  # updates may differ in their last bits
             chosen = found[0][1]  # rank 0's, as programs may train other parameters on each rank
-            for flat, indices in zip(own, chosen, strict=True):
+            for flat, indices in zip(of_ranks, chosen, strict=True):
                 for index in indices:
                     parameter = flat.parameters[index]
                     shard = owned.get(parameter)
@@ -315,10 +315,11 @@ class Repeats:
 
     def _told(self, ranks: dist.ProcessGroup, pairs: Sequence[_Pair]) -> str:
         """Compare the updates themselves, whose digests differ. Every rank must call it."""
-        own = [encoded({"updated": pair.updated} if pair.shard else {}) for pair in pairs]
-        numbers, updates = zip(*gather_json(ranks, [numbers_of(self._optimizer), own]), strict=True)
+        local = [encoded({"updated": pair.updated} if pair.shard else {}) for pair in pairs]
+        told = gather_json(ranks, [numbers_of(self._optimizer), local])
+        numbers, updates = zip(*told, strict=True)
         for pair, *each in zip(pairs, *updates, strict=True):
-            found = {rank: decoded(own).get("updated") for rank, own in enumerate(each)}
+            found = {rank: decoded(one).get("updated") for rank, one in enumerate(each)}
             first, *others = (rank for rank, updated in found.items() if updated is not None)
             for other in others:
                 if not have_same_bits(found[first], found[other]):
@@ -376,7 +377,7 @@ def _is_of_none(value: object) -> bool:
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that the program or the optimizer has given it."""
-    return {name: value for name, value in vars(tensor).items() if name not in _OWN}
+    return {name: value for name, value in vars(tensor).items() if name not in _OURS}
 
 
 def _digest(value: Any) -> _Digest:

@@ -208,14 +208,14 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
     An optimizer around another one that has state of its own, as a Lookahead has, is no wrapper.
     """
-    while not has_own_state(optimizer) and isinstance(
+    while not has_more_state(optimizer) and isinstance(
         inner := getattr(optimizer, "optimizer", None), Optimizer
     ):
         optimizer = inner
     return optimizer
 
 
-def has_own_state(optimizer: Optimizer) -> bool:
+def has_more_state(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is around another one, and has more state than that."""
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer):
@@ -230,8 +230,8 @@ def has_own_state(optimizer: Optimizer) -> bool:
 
 def _saves_more(kind: type[Optimizer]) -> bool:
     """Whether the state dict of ``kind``, a wrapper, is more than that of the optimizer in it."""
-    is_own = kind.state_dict is not Optimizer.state_dict
-    return is_own and not names_used(kind, "state_dict") <= {"optimizer", "state_dict"}
+    is_overridden = kind.state_dict is not Optimizer.state_dict
+    return is_overridden and not names_used(kind, "state_dict") <= {"optimizer", "state_dict"}
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:

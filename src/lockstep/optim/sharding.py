@@ -132,7 +132,7 @@ class Sharding:
         stays = division.is_of(self._optimizer.param_groups) and division.take_back()
         if changes or not stays:
             whole = division.whole_state() | changes
-            self._arrange({key: own for key, own in whole.items() if own or key not in changes})
+            self._arrange({key: each for key, each in whole.items() if each or key not in changes})
 
     def _step(self, *args: Any, **options: Any) -> Any:
         self._is_announced = False
@@ -146,7 +146,7 @@ class Sharding:
             finish_failed(ranks)
             self._announce(ranks, number)
 
-    def _announce_own_closure(self, kind: str) -> None:
+    def _announce_class_closure(self, kind: str) -> None:
         """Announce a step of a derived class that has called the closure itself."""
         if any(join_state_of(ranks) is not None for ranks in self._numbers):
             raise ModelError(
@@ -222,26 +222,26 @@ class Sharding:
         if self._depth:  # a class's step() has called that of its base class
             self._depth += 1
             return None
-        own, *given = args
+        one, *given = args
         closure = given[0] if given else options.get("closure")
         if closure is None:
             if not self._is_announced:
-                self._announce_own_closure(type(own).__name__)
+                self._announce_class_closure(type(one).__name__)
             self._begin_step()
             return None
         with torch.enable_grad():
             loss = closure()
         self._announce_step()
         self._begin_step()
-        once = _once(loss, type(own).__name__)
-        return ((own, once, *given[1:]), options) if given else (args, {**options, "closure": once})
+        once = _once(loss, type(one).__name__)
+        return ((one, once, *given[1:]), options) if given else (args, {**options, "closure": once})
 
     def _begin_step(self) -> None:
         self._depth = 1
         self._refresh()
         groups = self._optimizer.param_groups
         self._replaced = groups, [group["params"] for group in groups]
-        parts = [LocalGroup([*own], []) for own in self._division.local]
+        parts = [LocalGroup([*local], []) for local in self._division.local]
         self._division.shards = [
             shard for flat in self._division.flats for shard in self._take_gradients(flat, parts)
         ]
@@ -452,11 +452,11 @@ class Sharding:
         self._refresh()
 
     def _as_state_dict(self, state: dict[Any, State]) -> dict[str, Any]:
-        own, self._optimizer.state = self._optimizer.state, defaultdict(dict, state)
+        before, self._optimizer.state = self._optimizer.state, defaultdict(dict, state)
         try:
             return type(self._optimizer).state_dict(self._optimizer)
         finally:
-            self._optimizer.state = own
+            self._optimizer.state = before
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict, and keep this rank's part. Every rank must call it."""

@@ -32,7 +32,7 @@ def choose(optimizer: Optimizer) -> list[list[torch.Tensor]]:
         options = {name: str(value)[:40] for name, value in group.items() if name != "params"}
         sign = str(options), str([*by_kind])
         seen[sign] += 1
-        tried = {id(p) for own in by_kind.values() for p in own[:_NUM_OF_A_KIND]}
+        tried = {id(p) for alike in by_kind.values() for p in alike[:_NUM_OF_A_KIND]}
         left = _NUM_IN_ALL - sum(map(len, chosen)) if seen[sign] < 3 else 0
         chosen.append([p for p in group["params"] if id(p) in tried][:left])
     return chosen
@@ -74,7 +74,7 @@ class Copy:
         dtype: torch.dtype | None,
     ) -> None:
         self._dtype = dtype
-        used = {id(p): p for own in chosen for p in own}
+        used = {id(p): p for tensors in chosen for p in tensors}
         every = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         stand_ins: dict[int, torch.Tensor] = {
             key: self._stand_in(p) if key in used else torch.empty(0) for key, p in every.items()
@@ -83,21 +83,21 @@ class Copy:
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         memo: dict[int, Any] = {id(optimizer): self.optimizer, **stand_ins}
         self._copied = partial(_copied, memo=memo, places=stand_ins)
-        own: Any = vars(self.optimizer)
-        own["state"] = memo[id(optimizer.state)] = defaultdict(dict)
-        own["param_groups"] = memo[id(optimizer.param_groups)] = [
+        attributes: Any = vars(self.optimizer)
+        attributes["state"] = memo[id(optimizer.state)] = defaultdict(dict)
+        attributes["param_groups"] = memo[id(optimizer.param_groups)] = [
             self._group(group, stand_ins, used) for group in optimizer.param_groups
         ]
         for key, value in optimizer.state.items():
             if id(key) in used:
-                own["state"][stand_ins[id(key)]] = self._state(value, key)
+                attributes["state"][stand_ins[id(key)]] = self._state(value, key)
             elif id(key) not in every:
-                own["state"][key] = self._copied(value)
+                attributes["state"][key] = self._copied(value)
         for name, value in vars(optimizer).items():
             if name.endswith("_hooks"):  # torch's, of steps and state dicts
-                own[name] = type(value)()
-            elif name not in own and not _overrides(type(optimizer), name, value):
-                own[name] = self._copied(value)
+                attributes[name] = type(value)()
+            elif name not in attributes and not _overrides(type(optimizer), name, value):
+                attributes[name] = self._copied(value)
 
     def _stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
         values = self._as_tried(parameter.detach(), parameter)

@@ -134,12 +134,12 @@ def put_state(
         return {name: v for name, v in items if not is_by_element(flat, parameter, name, v)}
 
     def key(index: int) -> str:
-        own = once(index)
-        if own is None:
+        values = once(index)
+        if values is None:
             return ""
         items = whole[parameters[index]].items()
-        dtypes = {name: str(value.dtype) for name, value in items if name not in own}
-        return json.dumps([encoded(dtypes), encoded(own)])
+        dtypes = {name: str(value.dtype) for name, value in items if name not in values}
+        return json.dumps([encoded(dtypes), encoded(values)])
 
     parts = shard.split(key, {}) if len(shard.pieces) > 1 else [shard]
     for part in parts:
@@ -148,19 +148,19 @@ def put_state(
         if values is None:
             part.put_master(None)
             continue
-        own = deepcopy(values)
+        local = deepcopy(values)
         for name, value in whole[parameters[first]].items():
-            if name in own:
+            if name in local:
                 continue
-            own[name] = torch.zeros_like(part.tensor, dtype=value.dtype)
-            target = elements_of(own[name], part.tensor)
+            local[name] = torch.zeros_like(part.tensor, dtype=value.dtype)
+            target = elements_of(local[name], part.tensor)
             for piece in part.pieces:
                 place = slice(None) if flat.keeps_whole else part.place_of(piece)
                 parameter = parameters[piece.parameter]
                 source = whole[parameter][name], parameter, piece.start, piece.stop
                 target[place].copy_(elements_from(*source))
-        part.put_master(own.pop(MASTER, None))
-        state[part.tensor] = own
+        part.put_master(local.pop(MASTER, None))
+        state[part.tensor] = local
     return parts
 
 

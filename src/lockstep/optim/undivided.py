@@ -57,24 +57,24 @@ class _DrawsAlike:
     def __init__(self, optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> None:
         self._optimizer, self._groups = optimizer, groups
         self._generators = Generators(optimizer)
-        self._own: dict[str, Any] = {}
+        self._local: dict[str, Any] = {}
 
     def __enter__(self) -> _DrawsAlike:
         states = self._generators.read()
         self._is_alone = any(join_state_of(ranks) is not None for ranks in self._groups)
-        self._own = states if self._is_alone else {}
+        self._local = states if self._is_alone else {}
         for ranks in () if self._is_alone else self._groups:
             finish_failed(ranks)
             for name, state in gather_json(ranks, states if ranks.rank() == 0 else {})[0].items():
                 if name in states and states[name] != state:
-                    self._own[name] = states[name]
+                    self._local[name] = states[name]
                     self._generators.write({name: state})
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._is_alone:
-            self._generators.write(self._own)
-        elif self._own != self._generators.read():
+            self._generators.write(self._local)
+        elif self._local != self._generators.read():
             raise ModelError(
                 f"A step of {type(self._optimizer).__name__} has drawn random numbers in join(), "
                 "where ranks can't tell each other which. Let all ranks have equally many batches, "

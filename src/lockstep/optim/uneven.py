@@ -19,8 +19,8 @@ def take_options(optimizer: Optimizer, ranks: dist.ProcessGroup, first: int) -> 
     """Copy the options of rank ``first`` that are numbers, such as learning rates."""
     groups = optimizer.param_groups
     numbers = [{name: float(v) for name, v in group.items() if _is_number(v)} for group in groups]
-    for group, own in zip(groups, gather_json(ranks, numbers)[first], strict=True):
-        for name, number in own.items():
+    for group, options in zip(groups, gather_json(ranks, numbers)[first], strict=True):
+        for name, number in options.items():
             if isinstance(group[name], torch.Tensor):
                 group[name].fill_(number)
             elif float(group[name]) != number:

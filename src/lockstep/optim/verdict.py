@@ -87,8 +87,8 @@ def _groups_by_rank(optimizer: Optimizer, num_ranks: int) -> list[frozenset[int]
     together: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in number:
         together[parameter.dtype, parameter.device].append(parameter)
-    for own in together.values():
-        owners = owners_of(keep_whole([parameter.numel() for parameter in own], num_ranks))
-        for parameter, owner in zip(own, owners, strict=True):
+    for alike in together.values():
+        owners = owners_of(keep_whole([parameter.numel() for parameter in alike], num_ranks))
+        for parameter, owner in zip(alike, owners, strict=True):
             found[owner].add(number[parameter])
     return [*map(frozenset, found)]

@@ -153,10 +153,10 @@ def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> Difference | None:
         samples = zip(*(facts.get("samples", ()) for facts in by_rank), strict=False)
         ranks = [[Sample(*one) for one in found] for found in samples]
         for kind in ("gradient", "value"):
-            for own in ranks:
-                values = [getattr(one, kind) for one in own]
-                if len({one.name for one in own}) == 1 and _differ(values, own[0].tolerance):
-                    return Difference(kind, own[0].name, values)
+            for each in ranks:
+                values = [getattr(one, kind) for one in each]
+                if len({one.name for one in each}) == 1 and _differ(values, each[0].tolerance):
+                    return Difference(kind, each[0].name, values)
     return None
 
 

@@ -73,7 +73,7 @@ def resolved(host: str, port: int) -> dict[str, tuple[socket.AddressFamily, Any]
     }
 
 
-def own_address_towards(host: str, port: int) -> str | None:
+def address_towards(host: str, port: int) -> str | None:
     """The numeric address from which this host reaches ``host``, or None if that is unknown."""
     with contextlib.suppress(OSError):
         for family, where in resolved(host, port).values():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lockstep.comm import this_network
 from lockstep.errors import InitError, RendezvousFailed
 from lockstep.world.environment import Placement
-from lockstep.world.network import addresses, answering, is_ipv6, is_local, own_address_towards
+from lockstep.world.network import address_towards, addresses, answering, is_ipv6, is_local
 from lockstep.world.rendezvous import roll_call
 
 _TRY_SECONDS = 5.0  # a packet that is lost is sent again after 1 second, and after 3
@@ -39,7 +39,7 @@ class HostsOfRun:
 
     def __init__(self, store: dist.Store, place: Placement, timeout: timedelta) -> None:
         self._store, self._place, self._timeout = store, place, timeout
-        towards = None if place.master is None else own_address_towards(*place.master)
+        towards = None if place.master is None else address_towards(*place.master)
         notes = self._tell("networks", [this_network(), towards])
         networks = [network for network, _ in notes]
         self._leaders = [networks.index(network) for network in dict.fromkeys(networks)]
@@ -48,7 +48,7 @@ class HostsOfRun:
         if towards is None or is_local(towards):
             # The host that all others go to may know itself only by such an address.
             others = [other for _, other in notes if other is not None and not is_local(other)]
-            towards = own_address_towards(others[0], 9) if others else None
+            towards = address_towards(others[0], 9) if others else None
         self._towards_others = towards
 
     def _tell(self, subject: str, note: object) -> list[Any]:

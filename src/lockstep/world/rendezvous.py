@@ -362,9 +362,9 @@ def _file_of_rank_0(name: str, but: int | None = None) -> str | None:
     """The path of the file that a process has made by this name, other than the process ``but``."""
     for pid, path in files_in_memory(f"{name}-"):
         with contextlib.suppress(OSError):  # the process has just ended
-            is_its_own = name_of(path) == f"{name}-{pid}"
+            is_by_it = name_of(path) == f"{name}-{pid}"
             # Root can read all processes, but must not take the file of a stranger.
-            if is_its_own and pid != but and os.stat(path).st_uid == os.geteuid():
+            if is_by_it and pid != but and os.stat(path).st_uid == os.geteuid():
                 return path
     return None
 

@@ -289,7 +289,7 @@ def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
     store = meet(place, wanted.timeout)
     claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
-    hosts = roll_call(store, place, wanted.timeout, note=_own_host())
+    hosts = roll_call(store, place, wanted.timeout, note=_this_host())
     local = _place_on_host(place, hosts)
     _choose_addresses(place, store, wanted.timeout)
     device = _agreed_device(place, local, wanted, store)
@@ -315,7 +315,7 @@ def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -
         os.environ.setdefault(name, value)
 
 
-def _own_host() -> str:
+def _this_host() -> str:
     """This host, or this container, as others are to know it: several may have the same name."""
     return f"{socket.gethostname()} {this_network()}"
 
@@ -449,7 +449,7 @@ def _from_existing_group(wanted: _Wanted) -> World:
     count = partial(store.add, f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
     number = ask(place, count, wanted.timeout)
     store = dist.PrefixStore(f"lockstep/roll/{number}", store)
-    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {_own_host()}")
+    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {_this_host()}")
     if all(note.startswith("1") for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])

@@ -315,8 +315,8 @@ def _room_by_limit() -> list[tuple[int, str]]:
             continue
         # The limits of the groups above it hold as well. In a container the path may be that on the
         # host, and its own group is at the root.
-        own = Path(root, path.lstrip("/"))
-        for folder in (own, *(each for each in own.parents if each.is_relative_to(root))):
+        group = Path(root, path.lstrip("/"))
+        for folder in (group, *(each for each in group.parents if each.is_relative_to(root))):
             most, used = _lines(folder / limit), _lines(folder / usage)
             if not used or not most or not most[0].isdigit():  # "max", where there is no limit
                 continue
