@@ -81,10 +81,10 @@ def reduce(
     group, device = _ranks("reduce", process_group)
     refused: Exception | None = None
     try:
-        own = _leaves_of(tree, op, device)
+        local = _leaves_of(tree, op, device)
         if op == "mean" or weight is not None:
-            own["weight"] = _checked_weight(weight, op, own).to(device)
-        facts = {"op": repr(op)} | {path: _fact(leaf) for path, leaf in own.items()}
+            local["weight"] = _checked_weight(weight, op, local).to(device)
+        facts = {"op": repr(op)} | {path: _fact(leaf) for path, leaf in local.items()}
     except (OverflowError, TypeError, ValueError) as error:
         refused, facts = error, {"op": f"refused ({error})"}
     by_rank = [*map(json.loads, all_gather_bytes(group, json.dumps(facts).encode(), device))]
@@ -93,7 +93,7 @@ def reduce(
     first_dim = int(op == "cat")
     forms = [{name: _form(x, first_dim) for name, x in theirs.items()} for theirs in by_rank]
     check_same_facts(group, "reduce", forms)
-    results = _combined(_all_values(group, own, by_rank), op)
+    results = _combined(_all_values(group, local, by_rank), op)
 
     def result_for(path: str, value: object) -> object:
         result = results[path]
@@ -119,10 +119,10 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
         CollectiveMismatch: On every rank, if dtypes or numbers of dimensions differ otherwise.
     """
     ranks, device = _ranks("gather_all_tensors", group)
-    own = {"result": result.detach().to(device)}
-    facts = json.dumps({"result": _fact(own["result"])})
+    local = {"result": result.detach().to(device)}
+    facts = json.dumps({"result": _fact(local["result"])})
     by_rank = [*map(json.loads, all_gather_bytes(ranks, facts.encode(), device))]
-    gathered = [theirs["result"].to(result.device) for theirs in _all_values(ranks, own, by_rank)]
+    gathered = [theirs["result"].to(result.device) for theirs in _all_values(ranks, local, by_rank)]
     gathered[ranks.rank()] = result
     filled = [tensor for tensor in gathered if tensor.shape != (0,)]
     if not filled:
@@ -242,11 +242,11 @@ def _form(fact: object, first_dim: int) -> str:
 
 
 def _all_values(
-    group: dist.ProcessGroup, own: Mapping[str, _Leaf], by_rank: Sequence[Mapping[str, Any]]
+    group: dist.ProcessGroup, local: Mapping[str, _Leaf], by_rank: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return every rank's values: tensors of any dtypes in one transfer, as the facts say."""
-    tensors = {path: leaf for path, leaf in own.items() if isinstance(leaf, Tensor)}
-    values = [{path: theirs[path] for path in own} for theirs in by_rank]
+    tensors = {path: leaf for path, leaf in local.items() if isinstance(leaf, Tensor)}
+    values = [{path: theirs[path] for path in local} for theirs in by_rank]
     if not tensors:
         return values
     wire = torch.cat([flattened(tensor).view(torch.uint8) for tensor in tensors.values()])

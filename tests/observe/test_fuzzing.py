@@ -22,7 +22,7 @@ import lockstep
 from lockstep.errors import TraceError
 from lockstep.launcher.live import Live
 from lockstep.observe import attach, logger, report
-from lockstep.observe.analysis import shares
+from lockstep.observe.analysis import step_times
 from lockstep.observe.trace_files import read, read_folder
 from lockstep.status import RunStatus
 from tests.counts import NUM_MUTATIONS
@@ -211,7 +211,7 @@ def test_a_step_that_ends_before_it_begins_is_left_out(trace: Path, tmp_path: Pa
     words[ends[2]] = " ".join([*before[:3], "2", *before[4:]])
     (folder / "rank-0.spans").write_text("\n".join(words))
     ranks = read_folder(folder)
-    assert [together[0].step for together in shares(ranks)] == [0, 1, 3]
+    assert [together[0].step for together in step_times(ranks)] == [0, 1, 3]
     report(str(folder))
 
 

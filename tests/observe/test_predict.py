@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import TraceError
-from lockstep.observe.analysis import shares
+from lockstep.observe.analysis import step_times
 from lockstep.observe.predict import (
     NETWORKS,
     Network,
@@ -142,14 +142,14 @@ def span(name: str, start: float, stop: float, step: int, detail: str = "", size
 
 
 def predicted(ranks: list[RankSpans], *more: Any) -> tuple[Prediction, dict[int, Any]]:
-    found = predict(ranks, shares(ranks)[1:], *more)
+    found = predict(ranks, step_times(ranks)[1:], *more)
     assert found is not None
     return found, {row.num_ranks: row for row in found.rows}
 
 
 def measured(ranks: list[RankSpans]) -> float:
-    steps = shares(ranks)[1:]
-    return statistics.median(max(share.total for share in each) for each in steps) / 1e9
+    steps = step_times(ranks)[1:]
+    return statistics.median(max(times.total for times in each) for each in steps) / 1e9
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -167,7 +167,7 @@ def test_equal_ranks_are_predicted(network: Network, is_given: bool) -> None:
         assert rows[num_ranks].seconds == pytest.approx(true, rel=rel), num_ranks
         assert rows[num_ranks].waiting == pytest.approx(0, abs=1e-6)
     computing = 4 * (FORWARD + BACKWARD) + OPTIMIZER
-    assert found.own_seconds == pytest.approx(computing)
+    assert found.computing_seconds == pytest.approx(computing)
     assert found.measured.seconds == pytest.approx(measured(trace_of(2, network)))
     assert found.measured.efficiency == pytest.approx(computing / found.measured.seconds)
     assert rows[8].efficiency * rows[8].seconds == pytest.approx(computing)
@@ -232,6 +232,6 @@ def test_the_latency_of_transfers_of_one_size_is_not_known() -> None:
 def test_ranks_that_never_meet_tell_nothing() -> None:
     ranks = trace_of(2)
     alone = [r._replace(spans=[s for s in r.spans if s.name != "wait"]) for r in ranks]
-    assert predict(alone, shares(alone)) is None
-    assert predict(ranks[:1], shares(ranks[:1])) is None
-    assert predict(alone, shares(alone), NETWORK) is None
+    assert predict(alone, step_times(alone)) is None
+    assert predict(ranks[:1], step_times(ranks[:1])) is None
+    assert predict(alone, step_times(alone), NETWORK) is None

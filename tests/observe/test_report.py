@@ -18,7 +18,7 @@ import lockstep
 from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import sections
-from lockstep.observe.analysis import PHASES, Late, late_rank, shares, summary
+from lockstep.observe.analysis import PHASES, Late, late_rank, step_times, summary
 from lockstep.observe.records import LoaderUse
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
@@ -31,7 +31,7 @@ def check_named(folder: Path, place: str, num_ranks: int, rank: int, seconds: fl
     slow = Slow(place, rank, seconds)
     lockstep.launch(train, num_ranks, (folder, slow), ranks="threads")
     ranks = read_folder(folder)
-    steps = shares(ranks)
+    steps = step_times(ranks)
     late = late_rank(steps)
     assert late is not None
     assert (late.rank, late.phase) == (rank, place)
@@ -72,18 +72,18 @@ def train_sharded(world: lockstep.World, folder: Path) -> None:
 def test_a_rank_that_is_late_at_a_sharded_optimizers_step_is_named(tmp_path: Path) -> None:
     lockstep.launch(train_sharded, 2, (tmp_path,))
     ranks = read_folder(tmp_path)
-    late = late_rank(shares(ranks))
+    late = late_rank(step_times(ranks))
     assert late is not None
     # Between backward and step there is only the program's own code.
     assert (late.rank, late.phase) == (1, "other")
-    assert "wait for rank 1 " in in_words(summary(ranks, shares(ranks)))
+    assert "wait for rank 1 " in in_words(summary(ranks, step_times(ranks)))
 
 
 def test_times_are_added_up_exactly() -> None:
     # Step 1 begins at 11; rank 1 comes 4 ms later, and its sum takes 1 ms.
     ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [9, 19], [10, 20])]
-    early, late = shares(ranks)[1]
-    assert early.own == {
+    early, late = step_times(ranks)[1]
+    assert early.phases == {
         **dict.fromkeys(PHASES, 0),
         "data": MS,
         "forward": MS,
@@ -93,8 +93,8 @@ def test_times_are_added_up_exactly() -> None:
     assert early.waits_for == {1: 4 * MS}
     assert (early.transfer, early.hidden, early.total) == (MS, MS, 10 * MS)
     assert late.waits_for == {1: 0}
-    assert late.own["backward"] == 6 * MS
-    found = late_rank(shares(ranks))
+    assert late.phases["backward"] == 6 * MS
+    found = late_rank(step_times(ranks))
     assert found is not None
     assert (found.rank, found.phase) == (1, "backward")
     assert found.part == pytest.approx(0.4, abs=0.03)
@@ -103,10 +103,10 @@ def test_times_are_added_up_exactly() -> None:
 def test_ranks_are_named_by_their_numbers_in_a_trace_that_lacks_some() -> None:
     whole = [rank_of(0, [5, 15], [11, 21]), rank_of(1, [9, 19], [11, 21])]
     part = [found._replace(rank=found.rank + 3) for found in whole]
-    assert shares(part)[1][0].waits_for == {4: 4 * MS}
-    late = late_rank(shares(part))
-    assert late == late_rank(shares(whole))._replace(rank=4)  # type: ignore[union-attr]
-    found = sections.waiting(shares(part))
+    assert step_times(part)[1][0].waits_for == {4: 4 * MS}
+    late = late_rank(step_times(part))
+    assert late == late_rank(step_times(whole))._replace(rank=4)  # type: ignore[union-attr]
+    found = sections.waiting(step_times(part))
     assert found is not None
     assert found.columns == ("rank", "for rank 4")
 
@@ -121,18 +121,18 @@ def test_every_nanosecond_is_counted_once(waits: list[list[int]]) -> None:
         leaves.append(now)
         now += 1
     ranks = [rank_of(rank, comes[rank], leaves) for rank in range(3)]
-    for together in shares(ranks):
-        for share in together:
-            assert sum(share.own.values()) + share.waiting + share.transfer == share.total
-            assert share.transfer == 2 * MS
-            assert all(value >= 0 for value in share.own.values())
+    for together in step_times(ranks):
+        for times in together:
+            assert sum(times.phases.values()) + times.waiting + times.transfer == times.total
+            assert times.transfer == 2 * MS
+            assert all(value >= 0 for value in times.phases.values())
 
 
 def test_the_first_of_several_steps_does_not_count() -> None:
     # It takes 51 ms, in which nearly nothing is sent, and the others 10 ms.
     comes, leaves = [49, 55, 65, 75], [50, 60, 70, 80]
     ranks = [rank_of(rank, comes, leaves) for rank in range(2)]
-    found = summary(ranks, shares(ranks))
+    found = summary(ranks, step_times(ranks))
     assert found.num_steps == 4
     assert found.spread == (0.01, 0.01)
     assert found.transfer == 0.5
@@ -140,7 +140,7 @@ def test_the_first_of_several_steps_does_not_count() -> None:
 
 def words_of(**changes: Any) -> str:
     ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
-    found = summary(ranks, shares(ranks))._replace(late=None, waiting=0, transfer=0)
+    found = summary(ranks, step_times(ranks))._replace(late=None, waiting=0, transfer=0)
     changes["phases"] = {**dict.fromkeys(PHASES, 0.0), **changes.get("phases", {})}
     return in_words(found._replace(**changes))
 
@@ -195,7 +195,7 @@ def test_a_phase_is_blamed_only_if_it_takes_as_much_longer() -> None:
 def test_waits_in_different_operations_are_counted() -> None:
     ranks = two_ranks()
     spans = [s._replace(detail="reduce" * (s.name == "wait")) for s in ranks[1].spans]
-    found = summary(ranks, shares([ranks[0], ranks[1]._replace(spans=spans)]))
+    found = summary(ranks, step_times([ranks[0], ranks[1]._replace(spans=spans)]))
     assert found.num_unmatched == 2
     assert found.waiting == 0
 
@@ -226,9 +226,9 @@ def test_a_trace_without_a_whole_step_is_refused(tmp_path: Path) -> None:
     facts = '{"rank": 0, "host": "h"}\n'
     (tmp_path / "rank-0.spans").write_text(facts + "data 1 2 0 0  0\n")
     with pytest.raises(TraceError, match="no optimizer step"):
-        shares(read_folder(tmp_path))
+        step_times(read_folder(tmp_path))
 
 
 def test_one_rank_is_never_late() -> None:
     ranks = [rank_of(0, [5, 15], [10, 20])]
-    assert late_rank(shares(ranks)) is None
+    assert late_rank(step_times(ranks)) is None

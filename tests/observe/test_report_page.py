@@ -19,7 +19,7 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.observe import report, sections
-from lockstep.observe.analysis import shares, summary
+from lockstep.observe.analysis import step_times, summary
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans, StepEnd
@@ -60,7 +60,7 @@ def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
             assert abs(start * unit - (first - zero)) < 2 * unit
             assert abs(length * unit - (last - first)) < 2 * unit
     assert len(unpacked(data["steps"]["length"])) == 6
-    assert in_words(summary(ranks, shares(ranks))) in html.replace("&#39;", "'")
+    assert in_words(summary(ranks, step_times(ranks))) in html.replace("&#39;", "'")
     assert not re.findall(r"(?:src|href)=|https?://", html)  # it needs nothing else
 
 
@@ -70,7 +70,7 @@ def test_a_page_may_have_any_names_in_it() -> None:
     facts = {0: {"bytes": 100, "parameters": [bad], "index": 0}}
     entry = {"step": 1, "time": 12 * MS, "log": {bad: 0.5}}
     ranks[0] = ranks[0]._replace(bucket_facts=facts, logged=[entry])
-    html = "".join(page(bad, bad, bad, ranks, shares(ranks), (("rank",), [["0"]])))
+    html = "".join(page(bad, bad, bad, ranks, step_times(ranks), (("rank",), [["0"]])))
     assert html.count("</script>") == 2
     assert "<b>" not in html
     assert drawn_in(html)["logged"] == {bad: [[1, 0.5]]}
@@ -90,7 +90,7 @@ def with_ends(ranks: list[RankSpans], *samples: int) -> list[RankSpans]:
 
 def test_throughput_is_of_all_ranks_together() -> None:
     ranks = with_ends(two_ranks(), 5, 6)
-    steps = shares(ranks)
+    steps = step_times(ranks)
     found = sections.rate(ranks, steps)
     assert found.unit == "samples/s"
     assert found.by_step == [(0, pytest.approx(10 / 0.011)), (1, pytest.approx(12 / 0.010))]
@@ -104,7 +104,7 @@ def test_throughput_is_of_all_ranks_together() -> None:
 
 def test_throughput_is_in_steps_if_samples_are_not_known() -> None:
     for ranks in (two_ranks(), with_ends(two_ranks(), 5, 0)):
-        found = sections.rate(ranks, shares(ranks))
+        found = sections.rate(ranks, step_times(ranks))
         assert found.unit == "steps/s"
         assert found.by_step == [(0, pytest.approx(1 / 0.011)), (1, pytest.approx(100))]
     assert sections.global_batch(two_ranks()) is None
@@ -113,23 +113,23 @@ def test_throughput_is_in_steps_if_samples_are_not_known() -> None:
 def test_a_long_curve_has_means_of_several_steps() -> None:
     ends = [10 * step + 10 for step in range(1200)]
     ranks = [rank_of(0, [end - 5 for end in ends], ends)]
-    points = sections.rate(ranks, shares(ranks)).by_step
+    points = sections.rate(ranks, step_times(ranks)).by_step
     assert [step for step, _ in points] == [*range(0, 1200, 3)]
     assert points[1][1] == pytest.approx(100)
 
 
 def test_who_waits_for_whom() -> None:
-    section = sections.waiting(shares(two_ranks()))
+    section = sections.waiting(step_times(two_ranks()))
     assert section is not None
     assert section.columns == ("rank", "for rank 1")
     assert section.rows == [["0", "4.00"], ["1", "-"]]
     # Rank 1 is late in the first step, and rank 0 in the second.
     ranks = [rank_of(0, [5, 18], [10, 20]), rank_of(1, [9, 15], [10, 20])]
-    section = sections.waiting(shares(ranks))
+    section = sections.waiting(step_times(ranks))
     assert section is not None
     assert section.columns == ("rank", "for rank 0", "for rank 1")
     assert section.rows == [["0", "-", "2.00"], ["1", "1.50", "-"]]
-    assert sections.waiting(shares(ranks[:1])) is None
+    assert sections.waiting(step_times(ranks[:1])) is None
 
 
 def test_the_ranks_that_are_waited_for_longest_are_shown() -> None:
@@ -139,7 +139,7 @@ def test_the_ranks_that_are_waited_for_longest_are_shown() -> None:
         rank_of(r, [end - 15 + (r + 1) * (r == n) for n, end in enumerate(ends)], ends)
         for r in range(10)
     ]
-    section = sections.waiting(shares(ranks))
+    section = sections.waiting(step_times(ranks))
     assert section is not None
     assert section.columns == ("rank", *(f"for rank {r}" for r in range(2, 10)))
     assert "the 8 ranks" in section.note
@@ -167,7 +167,7 @@ def test_scaling_says_what_it_assumes() -> None:
     ranks = [
         r._replace(facts={"device": "cpu", "cores": 2, "local_world_size": 4}) for r in two_ranks()
     ]
-    steps = shares(ranks)
+    steps = step_times(ranks)
     own = sections.scaling(predict(ranks, steps, None, 64), ranks, 64)
     assert own is not None
     assert [row[0] for row in own.rows[:3]] == ["2 measured", "2", "4"]

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.observe import report
-from lockstep.observe.analysis import shares, summary
+from lockstep.observe.analysis import step_times, summary
 from lockstep.observe.sections import global_batch, loaders
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
@@ -253,7 +253,7 @@ def traced(world: lockstep.World, folder: Path, name: str) -> Truth:
 def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) -> None:
     [truth, _] = lockstep.launch(traced, 2, (tmp_path, name), ranks="threads")
     ranks = read_folder(tmp_path)
-    steps = shares(ranks)
+    steps = step_times(ranks)
     found = summary(ranks, steps)
     assert found.num_steps == truth.num_steps
     assert 0 <= found.gradient_bytes - truth.gradient_bytes <= MOST_FACTS
@@ -296,5 +296,5 @@ def test_a_program_that_sends_nothing(tmp_path: Path) -> None:
             F.mse_loss(model(torch.ones(2, IN)), torch.ones(2, OUT)).backward()
             optimizer.step()
     ranks = read_folder(tmp_path)
-    found = summary(ranks, shares(ranks))
+    found = summary(ranks, step_times(ranks))
     assert (found.num_steps, found.gradient_bytes, found.collective_bytes) == (4, 0, 0)

@@ -122,7 +122,7 @@ def _findings(
                     cause = cause_of(comparison, plan, runs, run)
         if comparison.parting is not None:
             if not cause.verdicts:
-                _check_own_batches(runs, comparison.parting.number)
+                _check_batches_of_program(runs, comparison.parting.number)
             findings.append(_of_difference(comparison, cause))
     if name := comparison.not_finite:
         findings.append(_not_finite(name, comparison.num_steps))
@@ -131,7 +131,7 @@ def _findings(
     return comparison, [*findings, *(each for each in found if each is not None)], notes
 
 
-def _check_own_batches(runs: Runs, number: int) -> None:
+def _check_batches_of_program(runs: Runs, number: int) -> None:
     """Raise unless the program's own batches, which no loader gave, are divided among ranks."""
     steps = [*(records.step(number) for records in runs.ranks), runs.alone.step(number)]
     *ranks, alone = (sum(b.num_rows for b in step.backwards) if step else 0 for step in steps)

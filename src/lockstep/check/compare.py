@@ -122,12 +122,12 @@ def other_start(runs: Runs) -> str | None:
     while (given := runs.ranks[0].load(f"start-{number}")) is not None:
         one, rounded = (each.load(f"start-{number}") for each in (runs.alone, runs.rounded))
         for name, value in given.items() if one and rounded else ():
-            own, again = one.get(name), rounded.get(name)
-            if own is None or again is None or not own.shape == again.shape == value.shape:
+            first, again = one.get(name), rounded.get(name)
+            if first is None or again is None or not first.shape == again.shape == value.shape:
                 continue
-            is_seeded = torch.equal(own, again)
-            scale = float(own.double().abs().max()) if own.numel() else 0.0
-            if is_seeded and _distance(own, value) > _SAME_START * scale:
+            is_seeded = torch.equal(first, again)
+            scale = float(first.double().abs().max()) if first.numel() else 0.0
+            if is_seeded and _distance(first, value) > _SAME_START * scale:
                 return str(name)
         number += 1
     return None

@@ -71,7 +71,7 @@ class _Investigation:
                 known += [line for line in lines if line not in known]
         seeds = [(each.load("sites") or {}).get(Suspect.SEEDS, []) for each in ranks]
         sites[Suspect.SEEDS] = [
-            line for line in sites.get(Suspect.SEEDS, []) if not all(line in own for own in seeds)
+            line for line in sites.get(Suspect.SEEDS, []) if not all(line in each for each in seeds)
         ]
         steps = [step for each in self._runs.ranks if (step := each.step(number)) is not None]
         one: Step | None = self._runs.alone.step(number)

@@ -250,8 +250,8 @@ class Recorder:
         for _, optimizer in self._optimizers():
             trains = any(group.get("train_mode") is True for group in optimizer.param_groups)
             if trains and callable(getattr(optimizer, "eval", None)):
-                own = {id(parameter) for parameter in module.parameters()}
-                if own & {id(parameter) for parameter in parameters_of(optimizer)}:
+                evaluated = {id(parameter) for parameter in module.parameters()}
+                if evaluated & {id(parameter) for parameter in parameters_of(optimizer)}:
                     self._end.not_evaluating = type(optimizer).__name__
 
     def _note_backward(

@@ -68,13 +68,13 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, parts: list[torch.Tensor], exchange: Exchange, key: str
+        ctx: Any, local: torch.Tensor, parts: list[torch.Tensor], exchange: Exchange, key: str
     ) -> torch.Tensor:
-        """Join ``parts``, of which ``own`` is one."""
+        """Join ``parts``, of which ``local`` is one."""
         before = sum(len(part) for part in parts[: exchange.rank])
-        ctx.rows = slice(before, before + len(own))
+        ctx.rows = slice(before, before + len(local))
         ctx.exchange, ctx.key = exchange, key
-        return torch.cat([part.to(own.device) for part in parts])
+        return torch.cat([part.to(local.device) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -138,36 +138,36 @@ class Together(TorchFunctionMode):
             return func(*args, **options)
         if kind in (DRAWS, PERMUTATIONS):
             before = _state(options.get("generator"))
-            own = func(*args, **options)
-            return self._drawn(own, before, f"{kind} {site}", self._exchange)
+            drawn = func(*args, **options)
+            return self._drawn(drawn, before, f"{kind} {site}", self._exchange)
         if self._is_alone:
             return func(*args, **options)
         return self._together(func, args, options, kind, f"{name} {site}")
 
-    def _drawn(self, own: Any, before: bytes, key: str, exchange: Exchange) -> Any:
-        """The random numbers ``own``: on ranks as they are, in one process those of the ranks.
+    def _drawn(self, local: Any, before: bytes, key: str, exchange: Exchange) -> Any:
+        """The random numbers ``local``: on ranks as they are, in one process those of the ranks.
 
         ``before`` is the state of the generator that gave them.
         """
-        if not isinstance(own, torch.Tensor):
-            return own
-        has_rows = own.dim() > 0 and self._num_rows() in (0, len(own))
+        if not isinstance(local, torch.Tensor):
+            return local
+        has_rows = local.dim() > 0 and self._num_rows() in (0, len(local))
         if not self._is_alone:
-            exchange.tell(key, own.detach().cpu().clone())
+            exchange.tell(key, local.detach().cpu().clone())
             if has_rows:
                 self.drawn = zlib.crc32(before, self.drawn)
-                return own
-            given = exchange.of_first(f"{key}, of the first", own.detach().cpu())
-            return _put(own, given)
+                return local
+            given = exchange.of_first(f"{key}, of the first", local.detach().cpu())
+            return _put(local, given)
         parts = [part for part in exchange.told(key) if part is not None]
         if not parts:
-            return own
+            return local
         if not has_rows or all(torch.equal(part, parts[0]) for part in parts):
-            return _put(own, parts[0])
+            return _put(local, parts[0])
         if key.startswith(PERMUTATIONS):
             starts = [sum(map(len, parts[:rank])) for rank in range(len(parts))]
             parts = [part + start for part, start in zip(parts, starts, strict=True)]
-        return _put(own, torch.cat(parts))
+        return _put(local, torch.cat(parts))
 
     def _together(
         self, func: Any, args: tuple[Any, ...], options: dict[str, Any], kind: str, key: str
@@ -180,30 +180,30 @@ class Together(TorchFunctionMode):
         assert exchange is not None
         named = _named(func, args, options)
         wanted = (0,) if func in _NORMS else range(len(args))
-        own: dict[int | str, torch.Tensor] = {
+        local: dict[int | str, torch.Tensor] = {
             n: a for n, a in enumerate(args) if n in wanted and _has_rows(a, named.get(n))
         }
-        own |= {name: a for name, a in options.items() if _has_rows(a, name)}
+        local |= {name: a for name, a in options.items() if _has_rows(a, name)}
         sizes = [a for a in args[1:2] if func in _PICKS and isinstance(a, int)]
         if (
             kind in (MEANS, SUMS) and func in _WHOLE
         ):  # ranks may have padded their batches to different lengths
-            own = {name: tensor.reshape(-1) for name, tensor in own.items()}
-        facts = ({name: tensor.detach().cpu() for name, tensor in own.items()}, sizes)
+            local = {name: tensor.reshape(-1) for name, tensor in local.items()}
+        facts = ({name: tensor.detach().cpu() for name, tensor in local.items()}, sizes)
         everyone = exchange.gather(key, facts)
-        if not own or all(_are_same(each[0], everyone[0][0]) for each in everyone):
+        if not local or all(_are_same(each[0], everyone[0][0]) for each in everyone):
             return func(*args, **options)
         full = {
             name: Gathered.apply(  # type: ignore[no-untyped-call]
                 tensor, [each[0][name] for each in everyone], exchange, key
             )
-            for name, tensor in own.items()
+            for name, tensor in local.items()
         }
         new = [full.get(number, argument) for number, argument in enumerate(args)]
         if sizes:
             new[1] = sum(each[1][0] for each in everyone)
         result = func(*new, **{name: full.get(name, option) for name, option in options.items()})
-        first = next(iter(own))
+        first = next(iter(local))
         lengths = [len(each[0][first]) for each in everyone]
         if isinstance(result, torch.Tensor) and result.dim() and len(result) == sum(lengths):
             start = sum(lengths[: exchange.rank])
@@ -267,13 +267,13 @@ def _state(generator: torch.Generator | None) -> bytes:
     return bytes(bytes_of(state))
 
 
-def _put(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give ``own``, which may be a tensor of the program's that was written to, other numbers."""
-    if own.shape != value.shape:
+def _put(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Give ``target``, which the program may have written to, the ``value``."""
+    if target.shape != value.shape:
         raise LockstepError("One process draws other random numbers than the ranks together.")
     with torch.no_grad():
-        own.copy_(value)
-    return own
+        target.copy_(value)
+    return target
 
 
 _TORCH = str(Path(torch.__file__).parent)

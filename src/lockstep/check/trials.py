@@ -72,7 +72,7 @@ class Trial:
         self._exchange = Exchange(plan, rank) if plan.trial else None
         self._is_active = is_active
         self._num_steps = 0
-        self._own_sites: dict[str, list[str]] = {}
+        self._noted: dict[str, list[str]] = {}
         self.together: Together | None = None
         if plan.trial:
             kinds = self._suspects & {*together.KINDS}
@@ -82,7 +82,7 @@ class Trial:
     @property
     def sites(self) -> dict[str, list[str]]:
         """For each suspect, the lines of the program."""
-        return self._own_sites | (self.together.sites if self.together is not None else {})
+        return self._noted | (self.together.sites if self.together is not None else {})
 
     def has(self, suspect: Suspect) -> bool:
         """Whether ``suspect`` is switched off."""
@@ -91,7 +91,7 @@ class Trial:
     def _note(self, suspect: Suspect, what: str = "") -> None:
         line = line_of_program()
         named = f"{what} ({line})" if line else what
-        known = self._own_sites.setdefault(suspect, [])
+        known = self._noted.setdefault(suspect, [])
         if named not in known:
             known.append(named)
 
@@ -181,8 +181,8 @@ class Trial:
 
     @staticmethod
     def _average(trained: Sequence[torch.Tensor], exchange: Exchange) -> None:
-        own = [None if p.grad is None else _dense(p.grad).cpu() for p in trained]
-        everyone = exchange.gather("gradients", own)
+        local = [None if p.grad is None else _dense(p.grad).cpu() for p in trained]
+        everyone = exchange.gather("gradients", local)
         for index, parameter in enumerate(trained):
             given = [each[index] for each in everyone if each[index] is not None]
             if given and not all(torch.equal(each, given[0]) for each in given[1:]):
@@ -205,18 +205,18 @@ class Trial:
 
     def _copy_first(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
         assert self._exchange is not None
-        own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        given = self._exchange.of_first(key, own)
+        local = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        given = self._exchange.of_first(key, local)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                if name in given and not torch.equal(given[name], own[name]):
+                if name in given and not torch.equal(given[name], local[name]):
                     tensor.copy_(given[name])
 
     def note_kept(self, trained: Iterable[torch.Tensor]) -> None:
         """Note gradients that there are before the first backward of a step."""
         gradients = (parameter.grad for parameter in trained)
         if any(g is not None and bool(_dense(g).any()) for g in gradients):
-            self._own_sites.setdefault(Suspect.KEPT, [])
+            self._noted.setdefault(Suspect.KEPT, [])
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,11 +240,11 @@ def options_of(optimizer: Optimizer) -> dict[str, float]:
 
 def set_options(optimizer: Optimizer, options: dict[str, float]) -> None:
     """Give ``optimizer`` what ``options_of()`` returned."""
-    own = options_of(optimizer)
+    current = options_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             key = name + (f"[{number}]" if number else "")
-            if key not in own or own[key] == options.get(key, own[key]):
+            if key not in current or current[key] == options.get(key, current[key]):
                 continue
             if isinstance(value, torch.Tensor):
                 value.fill_(options[key])

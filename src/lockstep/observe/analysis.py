@@ -42,14 +42,14 @@ _NEVER = 1 << 63  # later than any time
 _LATE_PART, _LATE_FACTOR = 0.05, 2.0
 
 
-class Share(NamedTuple):
+class StepTimes(NamedTuple):
     """Where the time of one rank goes in one step, in nanoseconds."""
 
     rank: int
     step: int
     start: int
     stop: int
-    own: dict[str, int]  # by phase
+    phases: dict[str, int]
     waits_for: dict[int, int]  # by the rank that came last
     transfer: int  # exposed: the program waits for it
     of_gradients: int  # the part of the transfer that is within backwards
@@ -104,27 +104,27 @@ class Summary(NamedTuple):
     num_cores: int | None  # of that host; None if the ranks compute on other devices
 
 
-class _OfRanks(Rows[Sequence[Share]]):
+class _OfRanks(Rows[Sequence[StepTimes]]):
     """Steps: of each, the shares of all ranks, which follow each other."""
 
-    def __init__(self, found: Columns[Share], num_ranks: int) -> None:
+    def __init__(self, found: Columns[StepTimes], num_ranks: int) -> None:
         self._shares, self._num_ranks = found, num_ranks
 
     def __len__(self) -> int:
         return len(self._shares) // self._num_ranks
 
-    def _row(self, index: int) -> Sequence[Share]:
+    def _row(self, index: int) -> Sequence[StepTimes]:
         first = range(len(self))[index] * self._num_ranks
         return [*self._shares[first : first + self._num_ranks]]
 
 
-def shares(ranks: Sequence[RankSpans]) -> Sequence[Sequence[Share]]:
+def step_times(ranks: Sequence[RankSpans]) -> Sequence[Sequence[StepTimes]]:
     """Return, for each step that all ranks have finished, the share of each rank.
 
     Raises:
         TraceError: If there is no such step.
     """
-    found = Columns(Share)
+    found = Columns(StepTimes)
     numbers = [each.rank for each in ranks]
     by_number = attrgetter("number")
     merged = heapq.merge(*map(_finished, ranks), key=by_number)
@@ -133,7 +133,7 @@ def shares(ranks: Sequence[RankSpans]) -> Sequence[Sequence[Share]]:
         if len(steps) == len(ranks):
             last = _last_to_come(numbers, [waits_among(step.spans) for step in steps])
             for number, step in zip(numbers, steps, strict=True):
-                found.append(_share(number, step, last))
+                found.append(_times_of(number, step, last))
     if not found:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
     return _OfRanks(found, len(ranks))
@@ -158,8 +158,8 @@ class ByStep(Generic[Row]):
 def spans_by_step(found: RankSpans) -> ByStep[Span]:
     """Return the spans of the program's thread by their step, sorted by their starts."""
     spans = as_columns(Span, found.spans)
-    own = spans.places("thread", 0)
-    return ByStep(spans, spans.order("step", "start", "-stop", places=own))
+    places = spans.places("thread", 0)
+    return ByStep(spans, spans.order("step", "start", "-stop", places=places))
 
 
 def buckets_by_step(found: RankSpans) -> ByStep[Bucket]:
@@ -185,17 +185,17 @@ def _finished(found: RankSpans) -> Iterator[_Step]:
     ended = {end.step for end in found.step_ends}
     former, former_stop = -1, 0
     for number in spans:
-        own = spans[number]
-        stops = [span.stop for span in own if span.name == "optimizer"]
+        of_thread = spans[number]
+        stops = [span.stop for span in of_thread if span.name == "optimizer"]
         if not stops or (ended and number not in ended):
             continue
         # Before the first step there is all that begins the program.
         has_former, start = number == former + 1 and former >= 0, former_stop
         if not has_former:
-            start = min(span.start for span in own if span.name != "wait")
+            start = min(span.start for span in of_thread if span.name != "wait")
         former, former_stop = number, stops[-1]
         if start < former_stop:  # unless the trace is damaged
-            of_step = spans_within(own, start, former_stop)
+            of_step = spans_within(of_thread, start, former_stop)
             yield _Step(number, start, former_stop, of_step, buckets[number])
 
 
@@ -220,7 +220,7 @@ def waits_among(spans: Chosen[Span]) -> Chosen[Span]:
 
 def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
     """For each wait of a step: which rank came last, and when; empty if ranks waited otherwise."""
-    operations = {tuple(span.detail for span in own) for own in waits}
+    operations = {tuple(span.detail for span in waited) for waited in waits}
     if len(operations) != 1:
         return []
     return [
@@ -229,7 +229,7 @@ def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list
     ]
 
 
-def _share(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> Share:
+def _times_of(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> StepTimes:
     phases = dict.fromkeys(PHASES, 0)
     between: Counter[tuple[str, str]] = Counter()
     # Around a step there are others, that end with their optimizer.
@@ -257,12 +257,12 @@ def _share(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> Share:
         transfer += exposed
         around = bisect_right(gradients, (span.start, _NEVER)) - 1
         of_gradients += exposed * (around >= 0 and span.start < gradients[around][1])
-    return Share(
+    return StepTimes(
         rank=rank,
         step=step.number,
         start=step.start,
         stop=step.stop,
-        own=phases,
+        phases=phases,
         waits_for=waits_for,
         transfer=transfer,
         of_gradients=of_gradients,
@@ -319,7 +319,7 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def late_rank(steps: Sequence[Sequence[Share]]) -> Late | None:
+def late_rank(steps: Sequence[Sequence[StepTimes]]) -> Late | None:
     """Return the rank for which the others wait, if there is one, and what it does meanwhile.
 
     It is the phase that takes it longer than the others, which need not be longer for a rank that
@@ -328,8 +328,8 @@ def late_rank(steps: Sequence[Sequence[Share]]) -> Late | None:
     num_ranks = len(steps[0])
     waited: Counter[int] = Counter()
     for together in steps:
-        for share in together:
-            waited.update({rank: ns for rank, ns in share.waits_for.items() if rank != share.rank})
+        for times in together:
+            waited.update({rank: ns for rank, ns in times.waits_for.items() if rank != times.rank})
     if num_ranks < 2 or not waited:
         return None
     (rank, most), *others = waited.most_common()
@@ -338,22 +338,22 @@ def late_rank(steps: Sequence[Sequence[Share]]) -> Late | None:
     if part < _LATE_PART or (others and most < _LATE_FACTOR * others[0][1]):
         return None
     excess: Counter[str] = Counter()
-    own: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
     for together in steps:
-        (late,) = (share for share in together if share.rank == rank)
-        own.update(late.own)
+        (late,) = (times for times in together if times.rank == rank)
+        phases.update(late.phases)
         for phase in PHASES:
-            typical = statistics.median(s.own[phase] for s in together if s.rank != rank)
-            excess[phase] += round(late.own[phase] - typical)
+            typical = statistics.median(s.phases[phase] for s in together if s.rank != rank)
+            excess[phase] += round(late.phases[phase] - typical)
     (phase, longer) = excess.most_common(1)[0]
     each = 1e9 * len(steps)
     waited_each = most / (num_ranks - 1) / each
-    return Late(rank, phase, part, own[phase] / each, longer / each, waited_each)
+    return Late(rank, phase, part, phases[phase] / each, longer / each, waited_each)
 
 
-def length(together: Sequence[Share]) -> int:
+def length(together: Sequence[StepTimes]) -> int:
     """Return how long a step takes, as the mean over its ranks."""
-    return round(statistics.fmean(share.total for share in together))
+    return round(statistics.fmean(times.total for times in together))
 
 
 def gradient_bytes(found: RankSpans) -> Counter[int]:
@@ -378,12 +378,12 @@ def collective_bytes(found: RankSpans) -> Counter[int]:
     return sizes
 
 
-def counted_of(steps: Sequence[Sequence[Share]]) -> Sequence[Sequence[Share]]:
+def counted_of(steps: Sequence[Sequence[StepTimes]]) -> Sequence[Sequence[StepTimes]]:
     """Return the steps without the first one, which is like no other, if there are enough."""
     return steps[1:] if len(steps) > 2 else steps
 
 
-def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Summary:
+def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Summary:
     """Return what the report begins with."""
     counted = counted_of(steps)
     lengths, numbers = array("d"), set[int]()
@@ -393,11 +393,11 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Sum
         lengths.append(length(together) / 1e9)
         numbers.add(together[0].step)
         sums["unmatched"] += not together[0].is_matched
-        for share in together:
-            phases.update(share.own)
-            between.update(share.between)
+        for times in together:
+            phases.update(times.phases)
+            between.update(times.between)
             for name in ("total", "waiting", "transfer", "of_gradients", "hidden"):
-                sums[name] += getattr(share, name)
+                sums[name] += getattr(times, name)
     total = max(1, sums["total"])
     low, _, high = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else [lengths[0]] * 3
     facts, late = ranks[0].facts, late_rank(counted)

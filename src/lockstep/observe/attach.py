@@ -67,8 +67,8 @@ class Observed(NamedTuple):
     @property
     def place(self) -> Frame | None:
         """The innermost line of the program's own files."""
-        own = (frame for frame in self.stack if is_users_file(frame.file))
-        return next(own, self.stack[0] if self.stack else None)
+        lines = (frame for frame in self.stack if is_users_file(frame.file))
+        return next(lines, self.stack[0] if self.stack else None)
 
 
 def status(pid: str | None = None, stacks: bool = False) -> None:

@@ -300,9 +300,9 @@ def _of_memory(machine: Machine) -> Iterator[Finding]:
 
 def _is_outside(version: str, requirement: str) -> bool:
     """Whether ``version`` isn't within, say, ``"torch<2.16,>=2.13"``."""
-    own = _numbers(version)
+    found = _numbers(version)
     for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", requirement):
-        if (own < _numbers(bound)) == (sign == ">="):
+        if (found < _numbers(bound)) == (sign == ">="):
             return True
     return False
 

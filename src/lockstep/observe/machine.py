@@ -161,13 +161,13 @@ def _gpus() -> list[Gpu]:
 def _backends() -> dict[str, str]:
     lacks = "this torch is built without it"
     kind = accelerator()
-    own = backend_of(kind) if kind is not None else None  # another package may have brought it
+    torchs = backend_of(kind) if kind is not None else None  # another package may have brought it
     return {
         SHM: _why_not_shm(),
         "gloo": "" if dist.is_gloo_available() else lacks,
         "nccl": "" if dist.is_nccl_available() else lacks,
         "mpi": "" if dist.is_mpi_available() else lacks,
-        **({own: ""} if own is not None else {}),
+        **({torchs: ""} if torchs is not None else {}),
     }
 
 

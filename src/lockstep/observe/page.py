@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2.utils import htmlsafe_json_dumps
 
-from lockstep.observe.analysis import Share
+from lockstep.observe.analysis import StepTimes
 from lockstep.observe.columns import Columns
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
@@ -48,7 +48,7 @@ def page(
     words: str,
     facts: str,
     ranks: Sequence[RankSpans],
-    steps: Sequence[Sequence[Share]],
+    steps: Sequence[Sequence[StepTimes]],
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
     sections: Sequence[Section] = (),
 ) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _json(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> dict[str, Any]:
+def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> dict[str, Any]:
     """Return times as whole numbers of a unit, from the first of all on."""
     zero = min(span.start for found in ranks for span in found.spans)
     end = max(span.stop for found in ranks for span in found.spans) - zero
@@ -196,12 +196,12 @@ def _logged(ranks: Sequence[RankSpans]) -> dict[str, Iterator[tuple[int, float]]
     """By name, what was logged on the first rank that logged it: steps and values."""
     found: dict[str, tuple[array[int], array[float]]] = {}
     for rank in ranks:
-        own: dict[str, tuple[array[int], array[float]]] = {}
+        of_rank: dict[str, tuple[array[int], array[float]]] = {}
         for entry in rank.logged:
             for name, value in entry["log"].items():
                 if math.isfinite(value) and name not in found:
-                    steps, values = own.setdefault(name, (array("q"), array("d")))
+                    steps, values = of_rank.setdefault(name, (array("q"), array("d")))
                     steps.append(entry["step"])
                     values.append(value)
-        found = own | found
+        found = of_rank | found
     return {name: zip(*both, strict=True) for name, both in found.items()}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.analysis import Share, length
+from lockstep.observe.analysis import StepTimes, length
 from lockstep.observe.records import RankSpans
 from lockstep.observe.timelines import Collective, Kind, Timeline, collectives, rank_steps
 
@@ -173,14 +173,14 @@ class Prediction(NamedTuple):
     fit_error: float  # in seconds, of the ends of their waits
     measured_ranks: int
     measured: Row  # the run itself, as it was
-    own_seconds: float  # of computing, on an average rank, in the steps that the model is of
+    computing_seconds: float  # on an average rank, in the steps that the model is of
     one_rank_seconds: float  # of computing the whole global batch on one rank
     rows: list[Row]  # as the model has it, that of the trace's number of ranks included
 
 
 def predict(
     ranks: Sequence[RankSpans],
-    steps: Sequence[Sequence[Share]],
+    steps: Sequence[Sequence[StepTimes]],
     network: Network | None = None,
     global_batch: int | None = None,
 ) -> Prediction | None:
@@ -206,14 +206,14 @@ def predict(
     def row(number: int, over: Network) -> Row:
         waiting = sum(part * expected_maximum(draws, number) for part, draws in differences)
         base = _typical(timelines, over, number)
-        transfer = base - own
+        transfer = base - computing
         factor = num_ranks / number
         same = _typical(timelines, over, number, factor) + waiting
         fits = global_batch is None or number <= global_batch
         seconds = base + waiting
-        return Row(number, seconds, transfer, waiting, own / seconds, same if fits else None)
+        return Row(number, seconds, transfer, waiting, computing / seconds, same if fits else None)
 
-    own = _typical(timelines, None, num_ranks)
+    computing = _typical(timelines, None, num_ranks)
     is_given = network is not None
     if network is None:
         measured_steps = collectives(of_steps)
@@ -223,9 +223,9 @@ def predict(
         enough = -(-num_samples * num_ranks // _FITTED_WAITS)
         error, network = fit(measured_steps[::enough])
     powers = {2**power for power in range(1, _MOST_RANKS.bit_length())}
-    waiting = statistics.fmean(share.waiting for each in steps for share in each) / 1e9
-    transfer = statistics.fmean(share.transfer for each in steps for share in each) / 1e9
-    measured_own = measured - waiting - transfer
+    waiting = statistics.fmean(times.waiting for each in steps for times in each) / 1e9
+    transfer = statistics.fmean(times.transfer for each in steps for times in each) / 1e9
+    computed = measured - waiting - transfer
     rows = [row(number, network) for number in sorted(powers | {num_ranks})]
     return Prediction(
         network=network,
@@ -233,8 +233,8 @@ def predict(
         num_samples=num_samples,
         fit_error=error,
         measured_ranks=num_ranks,
-        measured=Row(num_ranks, measured, transfer, waiting, measured_own / measured, measured),
-        own_seconds=own,
+        measured=Row(num_ranks, measured, transfer, waiting, computed / measured, measured),
+        computing_seconds=computing,
         one_rank_seconds=_typical(timelines, None, 1, num_ranks),
         rows=rows,
     )
@@ -249,7 +249,7 @@ def _typical(
     """Return the mean over steps and ranks, with transfers over ``network``."""
     return statistics.fmean(
         statistics.fmean(
-            each.own(factor) + (exposed(each, network, num_ranks, factor) if network else 0.0)
+            each.computing(factor) + (exposed(each, network, num_ranks, factor) if network else 0.0)
             for each in together
         )
         for together in timelines
@@ -262,7 +262,7 @@ def _differences(timelines: Sequence[Sequence[Timeline]]) -> list[tuple[float, l
     for together in timelines:
         segments = [each.segments() for each in together]
         if len({len(own) for own in segments}) > 1:  # the ranks met otherwise
-            segments = [[each.own()] for each in together]
+            segments = [[each.computing()] for each in together]
         # Deviations from the mean of few ranks are smaller than those from the true mean.
         scale = math.sqrt(len(together) / (len(together) - 1))
         for index, times in enumerate(zip(*segments, strict=True)):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
-from lockstep.observe.analysis import PHASES, Share, Summary, counted_of, shares, summary
+from lockstep.observe.analysis import PHASES, StepTimes, Summary, counted_of, step_times, summary
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans
@@ -48,7 +48,7 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     path = Path(folder)
     given = None if network is None else parse_network(network)
     ranks = read_folder(path)
-    steps = shares(ranks)
+    steps = step_times(ranks)
     found = summary(ranks, steps)
     counted = counted_of(steps)
     columns, rows = _where(ranks, counted)
@@ -88,19 +88,19 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
 
 
 def _where(
-    ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]
+    ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of the table of ranks, in ms a step."""
     sums = [Counter[str]() for _ in ranks]
     for together in steps:
-        for share, own in zip(together, sums, strict=True):
-            own.update(share.own)
-            own.update({name: getattr(share, name) for name in ("waiting", "transfer", "total")})
-    phases = [phase for phase in PHASES if any(own[phase] for own in sums)]
+        for times, total in zip(together, sums, strict=True):
+            total.update(times.phases)
+            total.update({name: getattr(times, name) for name in ("waiting", "transfer", "total")})
+    phases = [phase for phase in PHASES if any(each[phase] for each in sums)]
     names = [*phases, "waiting", "transfer", "total"]
     rows = [
-        [str(found.rank), *(f"{own[name] / len(steps) / 1e6:,.2f}" for name in names)]
-        for found, own in zip(ranks, sums, strict=True)
+        [str(found.rank), *(f"{each[name] / len(steps) / 1e6:,.2f}" for name in names)]
+        for found, each in zip(ranks, sums, strict=True)
     ]
     return ["rank", *phases, "waiting", "transfer", "whole step"], rows
 

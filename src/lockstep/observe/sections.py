@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.observe.analysis import Share, length
+from lockstep.observe.analysis import StepTimes, length
 from lockstep.observe.columns import Chosen
 from lockstep.observe.predict import Network, Prediction, Row
 from lockstep.observe.records import LoaderUse, RankSpans, StepEnd, loader_uses
@@ -38,7 +38,7 @@ class Rate(NamedTuple):
     by_step: list[tuple[int, float]]
 
 
-def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Rate:
+def rate(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Rate:
     """Return the samples a second, or the steps a second if a step's samples aren't known."""
     samples = _samples_by_step(ranks)
     unit, lengths = "samples/s", [length(together) / 1e9 for together in steps]
@@ -78,13 +78,13 @@ def throughput(found: Rate) -> Section:
     return Section("Throughput", note, curves={found.unit: found.by_step})
 
 
-def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
+def waiting(steps: Sequence[Sequence[StepTimes]]) -> Section | None:
     """Return which rank waits for which, if there are several."""
     waits: dict[int, Counter[int]] = defaultdict(Counter)
     for together in steps:
-        for share in together:
-            waits[share.rank].update(share.waits_for)
-            del waits[share.rank][share.rank]
+        for times in together:
+            waits[times.rank].update(times.waits_for)
+            del waits[times.rank][times.rank]
     in_all: Counter[int] = sum(waits.values(), Counter())
     awaited = sorted(rank for rank, _ in in_all.most_common(_MAX_COLUMNS))
     if not awaited:
@@ -100,14 +100,14 @@ def waiting(steps: Sequence[Sequence[Share]]) -> Section | None:
                 for other in awaited
             ),
         ]
-        for rank in (share.rank for share in steps[0])
+        for rank in (times.rank for times in steps[0])
     ]
     return Section(
         "Who waits for whom", note, ("rank", *(f"for rank {each}" for each in awaited)), rows
     )
 
 
-def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]) -> Section | None:
+def loaders(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Section | None:
     """Return what the ranks' programs spent on each loader, as means over the ranks."""
     numbers = {together[0].step for together in steps}
     by_number: dict[int, list[LoaderUse]] = defaultdict(list)
@@ -252,8 +252,8 @@ def _machine(ranks: Sequence[RankSpans]) -> str:
     cores, num_ranks = facts.get("cores"), facts.get("local_world_size", len(ranks))
     if cores is None:
         return "as many cores as they had."
-    share = "one core" if cores == num_ranks else f"{cores / num_ranks:.2g} cores"
-    has = f"{share}, as they had"
+    each = "one core" if cores == num_ranks else f"{cores / num_ranks:.2g} cores"
+    has = f"{each}, as they had"
     if cores < num_ranks:
         return f"{has}: {num_ranks} ranks shared {cores}. More ranks on this host would be slower."
     return f"{has}. More than {max(cores, num_ranks)} ranks on this host would be slower."

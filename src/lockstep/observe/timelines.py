@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from lockstep.observe.analysis import (
-    Share,
+    StepTimes,
     buckets_by_step,
     pieces,
     spans_by_step,
@@ -48,7 +48,7 @@ class Timeline(NamedTuple):
     shrinking: float
     fixed: float
 
-    def own(self, factor: float = 1.0) -> float:
+    def computing(self, factor: float = 1.0) -> float:
         """Return the seconds of computing, if the rank's part of the batch is scaled by this."""
         return factor * self.shrinking + self.fixed
 
@@ -65,22 +65,22 @@ class Timeline(NamedTuple):
                 meetings.append(event.shrinking + event.fixed)
             last = event.kind
         if not meetings:
-            return [self.own()]
+            return [self.computing()]
         between = [after - before for before, after in itertools.pairwise(meetings)]
-        return [meetings[0] + self.own() - meetings[-1], *between]
+        return [meetings[0] + self.computing() - meetings[-1], *between]
 
 
 class RankStep(NamedTuple):
     """What the program's thread of one rank does in one step."""
 
-    share: Share
+    times: StepTimes
     spans: Chosen[Span]  # sorted by their starts
     buckets: list[tuple[int, Span]]  # when each was launched, and the wait for it, in their order
     others: list[Span]  # other waits
 
     def timeline(self) -> Timeline:
         """Return the step by the rank's own clock."""
-        parts = [*pieces(self.share.start, self.spans, self.share.stop)]
+        parts = [*pieces(self.times.start, self.spans, self.times.stop)]
         starts = [start for start, _, _ in parts]
         sums = [(0, 0)]
         for start, stop, name in parts:
@@ -96,7 +96,7 @@ class RankStep(NamedTuple):
         marks += [(wait.start, Kind.OTHER, wait.num_bytes) for wait in self.others]
         marks.sort(key=lambda mark: mark[0])
         events = [Event(*at(time), kind, num_bytes) for time, kind, num_bytes in marks]
-        return Timeline(events, *at(self.share.stop))
+        return Timeline(events, *at(self.times.stop))
 
 
 def _later(clock: tuple[int, int], name: str, length: int) -> tuple[int, int]:
@@ -108,20 +108,20 @@ def _later(clock: tuple[int, int], name: str, length: int) -> tuple[int, int]:
 
 
 def rank_steps(
-    ranks: Sequence[RankSpans], steps: Sequence[Sequence[Share]]
+    ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]
 ) -> list[list[RankStep]]:
     """Return, by step, what each rank does in it, for some of ``steps``, evenly chosen."""
     chosen = steps[:: -(-len(steps) // _MAX_STEPS)]
     by_rank = []
     for index, found in enumerate(ranks):
         spans, buckets = spans_by_step(found), buckets_by_step(found)
-        shares = [together[index] for together in chosen]
-        by_rank.append([_rank_step(s, spans[s.step], buckets[s.step]) for s in shares])
+        step_times = [together[index] for together in chosen]
+        by_rank.append([_rank_step(s, spans[s.step], buckets[s.step]) for s in step_times])
     return [[*together] for together in zip(*by_rank, strict=True)]
 
 
-def _rank_step(share: Share, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:
-    spans = spans_within(of_step, share.start, share.stop)
+def _rank_step(times: StepTimes, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:
+    spans = spans_within(of_step, times.start, times.stop)
     waits = waits_among(spans)
     stops = [wait.stop for wait in waits]
     launches: dict[int, int] = {}  # by the index of the wait for a bucket
@@ -130,7 +130,7 @@ def _rank_step(share: Share, of_step: Chosen[Span], buckets: Iterable[Bucket]) -
         if index >= 0 and waits[index].start >= bucket.launched:
             launches[index] = bucket.launched
     return RankStep(
-        share,
+        times,
         spans,
         [(launched, waits[index]) for index, launched in sorted(launches.items())],
         [wait for index, wait in enumerate(waits) if index not in launches],
@@ -152,10 +152,10 @@ def collectives(steps: Iterable[Sequence[RankStep]]) -> list[list[Collective]]:
     for together in steps:
         of_ranks = []
         for each in together:
-            own = [(launched, wait) for launched, wait in each.buckets]
-            own += [(wait.start, wait) for wait in each.others]
-            of_ranks.append(sorted(own, key=lambda one: one[0]))
-        if len({tuple(wait.num_bytes for _, wait in own) for own in of_ranks}) > 1:
+            of_rank = [(launched, wait) for launched, wait in each.buckets]
+            of_rank += [(wait.start, wait) for wait in each.others]
+            of_ranks.append(sorted(of_rank, key=lambda one: one[0]))
+        if len({tuple(wait.num_bytes for _, wait in of_rank) for of_rank in of_ranks}) > 1:
             continue
         found.append(
             [

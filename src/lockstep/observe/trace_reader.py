@@ -237,8 +237,8 @@ class _Reader:
         facts = self._facts
         if not facts.keys() >= {"rank", "host"}:
             raise ValueError("it doesn't say of which rank it is")
-        own = path.stem.removeprefix("rank-")
-        if own.isdecimal() and int(own) != facts["rank"]:
+        named = path.stem.removeprefix("rank-")
+        if named.isdecimal() and int(named) != facts["rank"]:
             raise ValueError(f"by what it says it is of rank {facts['rank']}")
         for number in {*self._buckets.of("number")} - self._bucket_facts.keys():
             self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": []}

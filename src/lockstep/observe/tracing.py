@@ -85,8 +85,8 @@ def trace(folder: str | os.PathLike[str], *, steps: Steps | None = None) -> Iter
     from lockstep.world import init
 
     world = init()
-    with recording(Path(folder), world.rank, _checked(steps)) as own:
-        own.join(world)
+    with recording(Path(folder), world.rank, _checked(steps)) as rank_trace:
+        rank_trace.join(world)
         yield
 
 
@@ -107,17 +107,17 @@ def recording(folder: Path, rank: int, steps: Steps | None = None) -> Iterator[_
     """Record as rank ``rank``, which need not have joined the others yet."""
     what, lost = f"rank {rank}'s trace", "What this rank does from now on isn't recorded."
     with closing(Spool(spool_of(folder, rank), what, lost)) as spool:
-        own = _RankTrace(spool, rank, steps)
-        _process.add(own)
+        rank_trace = _RankTrace(spool, rank, steps)
+        _process.add(rank_trace)
         try:
             # Not before: a trace that this rank is recording already may have these files.
-            own.start()
+            rank_trace.start()
             if spool.is_open:
                 remove_json(folder, rank)
-            yield own
+            yield rank_trace
         finally:
-            _process.remove(own)
-            own.write()
+            _process.remove(rank_trace)
+            rank_trace.write()
             is_whole = spool.is_open
     if is_whole:  # otherwise it was told what is missing, and report makes JSON of the rest
         lost = f"'lockstep report {folder}' makes them of the spans, where there is room."
@@ -339,12 +339,12 @@ def _facts_of(loader: Any) -> _LoaderFacts:
     """Return the facts of one of our loaders, or of an iterator over one of torch's."""
     dataset = getattr(loader, "dataset", getattr(loader, "_dataset", None))
     workers = getattr(loader, "num_workers", getattr(loader, "_num_workers", 0))
-    own = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
+    persists = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
     try:
         num_samples = len(dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a stream
         num_samples = None
-    return _LoaderFacts(type(dataset).__name__, num_samples, workers, bool(own))
+    return _LoaderFacts(type(dataset).__name__, num_samples, workers, bool(persists))
 
 
 def _in_span(name: str) -> Callable[[Any], Any]:
@@ -382,8 +382,8 @@ def _passed_on(name: str) -> Callable[..., None]:
     """Return a method that passes its calls on to the trace of the rank that calls."""
 
     def method(process: _Process, *args: Any) -> None:
-        if (own := process._of_this_thread()) is not None:
-            getattr(own, name)(*args)
+        if (rank_trace := process._of_this_thread()) is not None:
+            getattr(rank_trace, name)(*args)
 
     return method
 
@@ -396,18 +396,18 @@ class _Process:
         self._traces: list[_RankTrace] = []
         self._undo = ExitStack()
 
-    def add(self, own: _RankTrace) -> None:
+    def add(self, rank_trace: _RankTrace) -> None:
         with self._lock:
-            if any(own.thread == other.thread for other in self._traces):
+            if any(rank_trace.thread == other.thread for other in self._traces):
                 raise ValueError("This rank is traced already. End that before, or leave this out.")
-            self._traces.append(own)
+            self._traces.append(rank_trace)
             if len(self._traces) == 1:
                 self._begin()
             self._choose()
 
-    def remove(self, own: _RankTrace) -> None:
+    def remove(self, rank_trace: _RankTrace) -> None:
         with self._lock:
-            self._traces.remove(own)
+            self._traces.remove(rank_trace)
             self._choose()
             if not self._traces:
                 self._undo.close()
@@ -442,11 +442,11 @@ class _Process:
         traces = self._traces
         if len(traces) == 1:  # helper threads are that rank's, too
             return traces[0]
-        return next((own for own in traces if thread == own.thread), None)
+        return next((rank_trace for rank_trace in traces if thread == rank_trace.thread), None)
 
     def begin(self, name: str) -> bool:
-        own = self._of_this_thread()
-        return own is not None and own.begin(name)
+        rank_trace = self._of_this_thread()
+        return rank_trace is not None and rank_trace.begin(name)
 
     end = _passed_on("end")
     bucket, batch, end_of_epoch = map(_passed_on, ("bucket", "batch", "end_of_epoch"))
@@ -470,17 +470,17 @@ class _Process:
 
     @uncompiled
     def _before_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:
-        own = self._of_this_thread()
-        if own is not None and own.begin("optimizer"):
+        rank_trace = self._of_this_thread()
+        if rank_trace is not None and rank_trace.begin("optimizer"):
             starts[threading.get_ident(), id(optimizer)] = spans.now()
 
     @uncompiled
     def _after_step(self, starts: dict[Any, int], optimizer: Optimizer, *_: object) -> None:
-        own = self._of_this_thread()
+        rank_trace = self._of_this_thread()
         start = starts.pop((threading.get_ident(), id(optimizer)), None)
-        if own is not None and start is not None:
-            own.end("optimizer", start, "", 0)
-            own.end_step(optimizer)
+        if rank_trace is not None and start is not None:
+            rank_trace.end("optimizer", start, "", 0)
+            rank_trace.end_step(optimizer)
 
 
 _process = _Process()
