@@ -71,10 +71,10 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_150,
-        "world": 2_500,
+        "world": 2_520,
         "grad": 2_900,
         "nn": 7_350,
-        "launcher": 4_100,
+        "launcher": 4_300,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

@@ -7,6 +7,9 @@ from .job import job_of as job_of
 from .job import num_cores as num_cores
 from .job import whole_number as whole_number
 from .live import state_in_words as state_in_words
+from .snapshot_memory import SnapshotHeader as SnapshotHeader
+from .snapshot_memory import SnapshotMemory as SnapshotMemory
+from .snapshot_memory import newest_step as newest_step
 from .start import launch as launch
 from .start import run_job as run_job
 from .start import supervise as supervise

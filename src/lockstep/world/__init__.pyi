@@ -15,6 +15,8 @@ from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import quiet_environment as quiet_environment
 from .environment import rank_environment as rank_environment
+from .environment import restart_environment as restart_environment
+from .environment import restarts_of as restarts_of
 from .facts import Kept as Kept
 from .facts import Sample as Sample
 from .facts import parameters_of as parameters_of

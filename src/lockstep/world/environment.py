@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,6 +13,8 @@ from lockstep.errors import InitError
 RUN_ID = "LOCKSTEP_RUN_ID"
 # "PORT:PATH": ranks told to use the store at this port use the store in this file instead.
 STORE = "LOCKSTEP_STORE"
+RESTARTS = "LOCKSTEP_RESTARTS"
+SNAPSHOTS = "LOCKSTEP_SNAPSHOTS"
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACE = "lo"
 
@@ -165,6 +167,34 @@ def rank_environment(
         **({} if place.store_path is None else {STORE: f"{port}:{place.store_path}"}),
         **(gloo_environment() if place.on_one_host else {}),
     }
+
+
+def restart_environment(restarts: int, descriptors: Sequence[int]) -> dict[str, str]:
+    """The variables for a rank of a launcher that restarts; :func:`restarts_of` reverses it.
+
+    Args:
+        restarts: How often the ranks were started anew.
+        descriptors: The two files in memory that keep this rank's snapshots.
+    """
+    return {RESTARTS: str(restarts), SNAPSHOTS: ",".join(map(str, descriptors))}
+
+
+def restarts_of(environ: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
+    """How often this rank was started anew, and the descriptors for its snapshots, if any.
+
+    torchrun tells the number too.
+
+    Raises:
+        InitError: If they aren't numbers.
+    """
+    name = RESTARTS if RESTARTS in environ else "TORCHELASTIC_RESTART_COUNT"
+    descriptors = [part for part in environ.get(SNAPSHOTS, "").split(",") if part]
+    if not all(part.isdecimal() for part in descriptors):
+        raise InitError(
+            f"The environment variable {SNAPSHOTS} is {environ[SNAPSHOTS]!r}, but two numbers are "
+            "needed, as 'lockstep run --restarts' sets it. Unset it."
+        )
+    return _number_or_none(environ, name) or 0, tuple(map(int, descriptors))
 
 
 def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:
