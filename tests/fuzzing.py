@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -240,6 +240,19 @@ def watched(
             tracemalloc.stop()
     if peak > most:
         raise Excess(f"Python's objects took {peak:,} bytes, and {most:,} are fit")
+
+
+def read_mutated(read: Callable[[bytes], object], entry: bytes, num_mutations: int) -> None:
+    """Read an entry of a store, and so many mutations of it: of JSON mostly, or of bytes."""
+    read(entry)
+    with watched(1 << 20, seconds=600):
+        for seed in range(num_mutations):
+            chance = random.Random(seed)
+            change = mutated_json if chance.random() < 0.7 else mutated
+            try:
+                read(change(entry, chance))
+            except BaseException as error:
+                raise AssertionError(f"seed {seed}: {error!r}") from error
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backends import register_backends
+from lockstep.comm import register_backends
 from tests.interpreters import forked
 
 TIMEOUT_SECONDS = 240

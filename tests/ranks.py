@@ -18,7 +18,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm import SharedMemoryGroup
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.threads.transport import join as join_threads
 from lockstep.launcher.threads import one_start_at_a_time

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.checkpoint import loading, saving
+from lockstep.checkpoint import loading, saving, show
 from lockstep.checkpoint.place import Place
-from lockstep.checkpoint.tools import show
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.folders import Folder
 from tests.fuzzing import watched

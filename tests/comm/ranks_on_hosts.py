@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
-from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.hosts import HostsCollectives, HostsTransport
+from lockstep.comm import SharedMemoryGroup
+from lockstep.comm.hosts import HostsCollectives, HostsTransport, Network
 from tests.ranks import run_ranks
 
 
@@ -34,3 +35,15 @@ def run_hosts(
             group.shutdown()
 
     return run_ranks(sum(map(len, hosts)), run)
+
+
+def noted_sends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The collectives between hosts from now on, by their names."""
+    sent, run = list[str](), HostsCollectives._run
+
+    def noting(self: HostsCollectives, network: Network, method: str, *rest: object) -> None:
+        sent.append(method)
+        run(self, network, method, *rest)
+
+    monkeypatch.setattr(HostsCollectives, "_run", noting)
+    return sent

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import SharedMemoryGroup, Signature
 from lockstep.comm import hosts as hosts_module
-from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.hosts import Network
 from lockstep.comm.shm.barrier import Fault
-from lockstep.comm.transport import Signature
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.ranks_on_hosts import run_hosts
 

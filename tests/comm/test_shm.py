@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm import Segment, SharedMemoryGroup
 from lockstep.comm.shm.connect import _Handshake
-from lockstep.comm.shm.memory import Segment, send_message
+from lockstep.comm.shm.memory import send_message
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import encoded
 from lockstep.deadline import Deadline

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm import SharedMemoryGroup, Signature
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState
-from lockstep.comm.transport import Signature
 from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 from tests.comm.thread_groups import LATER, SOON, all_reduce, outcomes

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.comm.backends import THREADS, register_backends
-from lockstep.comm.group import SharedMemoryGroup
-from lockstep.comm.threads.ranks import RankThreads, a_rank_of, changed
+from lockstep.comm import THREADS, RankThreads, SharedMemoryGroup, a_rank_of, register_backends
+from lockstep.comm.threads.ranks import changed
 from lockstep.comm.threads.transport import join
 from lockstep.errors import RendezvousFailed
 from tests.comm.thread_groups import LATER, all_reduce, outcomes

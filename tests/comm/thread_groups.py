@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.backends import THREADS
-from lockstep.comm.group import SharedMemoryGroup
+from lockstep.comm import THREADS, SharedMemoryGroup
 from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportState
 
 SOON, LATER = 1.0, 20.0

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import Signature
 from lockstep.comm.shm.transport import ShmTransport
-from lockstep.comm.transport import Signature
 from lockstep.deadline import Deadline
 
 A, B = Signature("all_reduce", torch.float32, (3,), "SUM"), Signature("barrier")

@@ -206,7 +206,7 @@ def main() -> int:
     only = parser.parse_args().only
     warnings.simplefilter("ignore")
     tests = load()
-    from lockstep.comm.backends import register_backends
+    from lockstep.comm import register_backends
 
     register_backends()
     names = names_of_tests(tests, only)

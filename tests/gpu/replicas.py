@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import (
-    DataParallel,
-    data_parallel,
-    gather,
-    parallel_apply,
-    replicate,
-    scatter,
-)
+from lockstep.nn import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
 
 # A backward that waits for itself is to be found out soon.
 SECONDS = 100

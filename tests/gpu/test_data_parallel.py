@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from tests.gpu.replicas import (
     GPU,
     MARKS,

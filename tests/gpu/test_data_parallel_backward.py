@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from tests.gpu.replicas import (
     GPU,
     MARKS,

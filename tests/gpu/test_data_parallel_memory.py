@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from tests.gpu.replicas import (
     GPU,
     MARKS,

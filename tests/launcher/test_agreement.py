@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.launcher import Outcome
 from lockstep.launcher import agreement as module
 from lockstep.launcher.agreement import Agreement, decoded
-from lockstep.launcher.failures import Outcome
 from tests.waiting import until
 
 Join = Callable[..., Agreement]

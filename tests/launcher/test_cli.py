@@ -13,7 +13,8 @@ import pytest
 
 from lockstep import cli, errors, launcher
 from lockstep.errors import LaunchError
-from lockstep.launcher.job import Job, Meeting, Program
+from lockstep.launcher import Job
+from lockstep.launcher.job import Meeting, Program
 
 
 @pytest.fixture

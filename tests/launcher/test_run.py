@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launcher.job import check_num_threads
+from lockstep.launcher import check_num_threads
 from tests.launcher.bench import Bench, lines_of
 
 pytestmark = pytest.mark.forks

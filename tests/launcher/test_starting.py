@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.launcher import starting
-from lockstep.launcher.job import Job, Program
+from lockstep.launcher import Job, starting
+from lockstep.launcher.job import Program
 from lockstep.launcher.starting import StartOfMany
 from lockstep.status import RunStatus
 

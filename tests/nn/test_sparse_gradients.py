@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
-from lockstep.grad.comm_hook import GradBucket
+from lockstep.grad import GradBucket
 from tests.nn.parallel import BOTH, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.nn.replicas import DataParallel, data_parallel
+from lockstep.nn import DataParallel, data_parallel
 from tests.nn.replicas.as_torchs import BOTH, THREE, TOLERANCE, TWO, Does
 from tests.same import assert_same_gradients
 

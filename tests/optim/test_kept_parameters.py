@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.comm.shm.one_copy import OneCopy, name_of
 from tests.counts import pairs
 from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
@@ -105,24 +103,3 @@ def test_parameters_that_share_memory_are_told_of(caplog: pytest.LogCaptureFixtu
 
     run_ranks(2, body)
     assert "share their memory with another tensor" in caplog.text
-
-
-def test_a_forked_child_does_not_see_later_values() -> None:
-    descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, 3 * 4096)
-    mine = OneCopy(name_of(descriptor), 3 * 4096)
-    go, told = os.pipe(), os.pipe()
-    mine.shared.fill_(1)
-    child = os.fork()
-    if child == 0:
-        os.read(go[0], 1)
-        os.write(told[1], bytes(mine.private[::4096].tolist()))
-        os._exit(0)
-    mine.drop(mine.changed())
-    mine.shared.fill_(2)
-    os.write(go[1], b"1")
-    assert os.read(told[0], 3) == b"\1\1\1"
-    assert mine.private[::4096].tolist() == [2, 2, 2]
-    os.waitpid(child, 0)
-    for end in (*go, *told, descriptor):
-        os.close(end)

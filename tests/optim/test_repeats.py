@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep.errors import CollectiveMismatch, ModelError
-from lockstep.optim import repeats
-from lockstep.optim.sharded_optimizer import sharding_of
+from lockstep.optim import repeats, sharding_of
 from tests.nn.models import Digits, Unused
 from tests.optim.optimizers import Plain
 from tests.optim.programs import check_same_bits, losses, train

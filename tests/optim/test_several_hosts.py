@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import lockstep
 from lockstep.checkpoint import ShardedState
-from lockstep.comm.hosts import HostsCollectives, Network
-from tests.comm.ranks_on_hosts import run_hosts
+from tests.comm.ranks_on_hosts import noted_sends, run_hosts
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS
 from tests.optim.programs import trained
@@ -92,12 +91,7 @@ def test_parts_of_several_hosts_are_one_checkpoint(hosts: list[list[int]]) -> No
 def test_hosts_of_equally_many_ranks_send_each_other_gradients_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sent, together = list[str](), threading.Barrier(4)
-    run = HostsCollectives._run
-
-    def noting(self: HostsCollectives, network: Network, method: str, *rest: object) -> None:
-        sent.append(method)
-        run(self, network, method, *rest)
+    sent, together = noted_sends(monkeypatch), threading.Barrier(4)
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         torch.manual_seed(0)
@@ -113,5 +107,4 @@ def test_hosts_of_equally_many_ranks_send_each_other_gradients_alone(
             assert not sent
             together.wait(20)
 
-    monkeypatch.setattr(HostsCollectives, "_run", noting)
     run_hosts([[0, 1], [2, 3]], body)

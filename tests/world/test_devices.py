@@ -12,15 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import BackendUnavailable
-from lockstep.world import Placement, Starter, devices
-from lockstep.world.devices import (
-    backend_of,
-    carried_device,
-    choose_backend,
-    device_of_sums,
-    one_kind,
-    usable_device,
-)
+from lockstep.world import Placement, Starter, backend_of, choose_backend, device_of_sums, devices
+from lockstep.world.devices import carried_device, one_kind, usable_device
 
 
 @pytest.fixture

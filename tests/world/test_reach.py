@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from lockstep.world.network import address_towards, addresses, answering, reached
+from lockstep.world import addresses, reached
+from lockstep.world.network import address_towards, answering
 from lockstep.world.reach import _choice, _missing
 
 A = [[("10.0.0.1", 1), ("fd00::1", 2)]]

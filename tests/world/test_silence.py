@@ -16,7 +16,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lockstep.world.silence import end_on_silence
+from lockstep.world import end_on_silence
 from tests.launcher.bench import until
 
 

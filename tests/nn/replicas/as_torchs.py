@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import DataParallel, data_parallel
+from lockstep.nn import DataParallel, data_parallel
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import DataParallel, gather, scatter
+from lockstep.nn import DataParallel, gather, scatter
 
 CPUS = ["cpu"] * 3
 

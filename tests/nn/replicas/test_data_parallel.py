@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from tests.nn.replicas.nets import THREE, TWO, Net, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
 

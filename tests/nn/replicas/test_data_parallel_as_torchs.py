@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lockstep.nn.replicas import (
+from lockstep.nn import (
     DataParallel,
     data_parallel,
     gather,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from tests.nn.replicas.nets import TWO, Net, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
 

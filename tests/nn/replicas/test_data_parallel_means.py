@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.nn.replicas import DataParallel, data_parallel, parallel_apply
+from lockstep.nn import DataParallel, data_parallel, parallel_apply
 from tests.ranks import run_ranks
 from tests.same import assert_same_gradients
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.nn.replicas import DataParallel, data_parallel, gather, scatter
+from lockstep.nn import DataParallel, data_parallel, gather, scatter
 from lockstep.nn.replicas.nested import leaves
 from tests.counts import num_examples
 from tests.nn.nestings import nestings, same, tensors

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import DataParallel, data_parallel
+from lockstep.nn import DataParallel, data_parallel
 from tests.nn.replicas.nets import THREE, TWO, batch, net
 from tests.same import assert_same, assert_same_gradients, gradients_of
 from tests.waiting import until

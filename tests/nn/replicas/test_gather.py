@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lockstep.nn.replicas import gather
+from lockstep.nn import gather
 from tests.nn.nestings import Batch, Frozen, Output, Point, same
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import parallel_apply
+from lockstep.nn import parallel_apply
 from lockstep.nn.replicas.group import this_replica
 from lockstep.nn.replicas.worker_threads import WorkerThreads, nothing
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.nn.replicas import gather, parallel_apply, replicate, scatter, scatter_kwargs
+from lockstep.nn import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from tests.nn.replicas.as_torchs import TWO, Does
 
 

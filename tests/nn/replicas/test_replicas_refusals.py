@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.nn.replicas import (
+from lockstep.nn import (
     DataParallel,
     data_parallel,
     gather,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lockstep.nn.replicas import replicate
+from lockstep.nn import replicate
 
 CPUS = ["cpu", "cpu", "cpu"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lockstep.nn.replicas import scatter, scatter_kwargs
+from lockstep.nn import scatter, scatter_kwargs
 from tests.nn.nestings import Batch, Frozen, same
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3

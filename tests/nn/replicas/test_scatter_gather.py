@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import scatter_gather as torchs
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lockstep.nn.replicas import gather, scatter, scatter_kwargs
+from lockstep.nn import gather, scatter, scatter_kwargs
 from tests.nn.nestings import CONTAINERS, nestings, nestings_for_torch, same, tensors
 
 sizes = st.integers(0, 7)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.nn.replicas import DataParallel
+from lockstep.nn import DataParallel
 from lockstep.nn.replicas.replicas import add_up
 
 # Between them the order of a sum shows in its bits.

@@ -1,0 +1,53 @@
+"""What launchers read from the store may be anybody's: it is read, or told of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.launcher import Outcome
+from lockstep.launcher.agreement import decoded, told_interruption
+from tests.counts import NUM_MUTATIONS
+from tests.fuzzing import read_mutated
+
+FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no"]).encode()
+INTERRUPTION = json.dumps([15, 12.5, 1]).encode()
+
+
+class Store:
+    """One that has an entry under every key."""
+
+    def __init__(self, entry: bytes) -> None:
+        self._entry = entry
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._entry
+
+
+def read_failure(entry: bytes) -> None:
+    found = decoded(entry)
+    assert isinstance(found, Outcome)
+    assert isinstance(found.message, str)
+
+
+def read_interruption(entry: bytes) -> None:
+    store: Any = Store(entry)
+    found = told_interruption(store, 0, str)
+    assert found is not None
+    assert 0 <= found.exit_status < 256
+
+
+@pytest.mark.parametrize(
+    "num_mutations", [500, pytest.param(NUM_MUTATIONS, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
+    ("read", "entry"),
+    [(read_failure, FAILURE), (read_interruption, INTERRUPTION)],
+)
+def test_any_entry_is_read_or_told_of(read: Any, entry: bytes, num_mutations: int) -> None:
+    read_mutated(read, entry, num_mutations)
