@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.comm import leave_to_others
 from lockstep.comm.shm import memory
 from lockstep.deadline import Deadline
 from lockstep.errors import PeerLost
@@ -49,6 +51,25 @@ def test_memory_is_made_where_memory_was_given_back():
             del tensor
         assert os.fstat(teams[0]._segment.descriptor).st_size == size
         assert not teams[0].empty(3 << 20).any()
+
+
+class _NoOperator(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        raise AssertionError(f"{operator} is called")
+
+
+def test_a_forked_child_calls_no_operator_for_its_memory():
+    """Without a fork: the other rank sees no change of what this process has alone by then."""
+    with joined(2) as teams:
+        kept, dropped = (teams[0].empty(1 << 20).fill_(value) for value in (3, 4))
+        place = teams[0].find(kept)
+        with _NoOperator():
+            leave_to_others(kept, keeps=True)
+            leave_to_others(dropped, keeps=False)
+        assert kept.eq(3).all()
+        assert not dropped.any()
+        kept.zero_()
+        assert teams[1].at(0, place, torch.uint8, 1 << 20).eq(3).all()
 
 
 def test_memory_that_outlives_its_group_goes_back_with_its_last_tensor():

@@ -211,16 +211,21 @@ def is_shared(memory: torch.Tensor) -> bool:
 
 
 def leave_to_others(memory: torch.Tensor, *, keeps: bool) -> None:
-    """Let this process have shared ``memory`` alone, with the same bytes if it ``keeps`` them."""
+    """Let this process have shared ``memory`` alone, with the same bytes if it ``keeps`` them.
+
+    A forked child calls it, which no operator of torch may do there: in its first call it takes a
+    lock that another thread of the parent may have had at the fork, and nobody gives back. Shown by
+    test_a_forked_child_calls_no_operator_for_its_memory.
+    """
     pointer = memory.untyped_storage().data_ptr()
     num_bytes = _shared_at.pop(pointer)
-    values = memory.clone() if keeps else None
+    values = bytes(bytes_of(memory)) if keeps else None
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if _libc.mmap(pointer, _in_pages(num_bytes), access, kind | _FIXED, -1, 0) == _MAP_FAILED:
         number = ctypes.get_errno()
         raise no_room(num_bytes, OSError(number, os.strerror(number)))
     if values is not None:
-        memory.copy_(values)
+        bytes_of(memory)[:] = values
 
 
 def drop_pages(private: torch.Tensor, start: int, stop: int) -> None:
