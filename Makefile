@@ -29,7 +29,7 @@ test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that 
 	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long tests/checkpoint/test_mutations.py \
 	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py
 
-test-shown: .venv/ready  ## Try whether tests show what comments say: break the source, see them fail
+test-shown: .venv/ready  ## Make mistakes in the source, one at a time, and see their tests fail
 	$(BIN)/python -m tests.shown_by -j $(JOBS)
 
 test-network: .venv/ready  ## Let the store fall silent before each kind of request, and networks be slow

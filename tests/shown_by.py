@@ -1,7 +1,8 @@
-"""``make test-shown``: whether tests still show what comments in the source say they show.
+"""``make test-shown``: whether tests notice the mistakes that they are there for.
 
-For each mutation of ``tests/mutations.py`` the test runs in a copy of the source that has it, and
-must fail. All these tests run in an unchanged copy first, where they must pass.
+For each mutation of ``tests/mutations`` its test runs with a copy of the source that has it, and
+must fail. All these tests run with an unchanged copy first, where they must pass. Each runs in a
+fork of this process, which has imported torch and not lockstep.
 """
 
 from __future__ import annotations
@@ -9,41 +10,52 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
+import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
-from tests.mutations import MUTATIONS, Mutation, mutated, named_tests
-from tests.simulated.__main__ import SETTINGS
-from tests.simulated.build import CannotBuild, environment
+from tests.mutations import Mutation, mutated, named_tests
+from tests.mutations.shown import SHOWN
+from tests.mutations.waits import WAITS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "lockstep"
-_COPIED = ("src", "tests", "examples", "docs", "pyproject.toml", "README.md")
-_SIMULATED = "tests/simulated"
-# A test that waits for ever has failed, and one that takes longer than this by itself is too long.
-_TEST_SECONDS, _RUN_SECONDS = 90, 600
+MUTATIONS = [*SHOWN, *WAITS]
+# How long a test may take as it is, and how many times as long with a mutation, but at least: one
+# that waits for ever has failed.
+_MOST_SECONDS, _TIMES, _LEAST_SECONDS = 120, 4, 15
 # Of pytest: all passed, one failed, one could not be collected, options are wrong, none was found.
 _PASSED, _FAILED, _NOT_RUN, _NOTHING_FOUND = 0, 1, (2, 3, 4), 5
+# torch imports lockstep, unless this is 0.
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Result(NamedTuple):
-    """How pytest has ended, and what it has said."""
+    """How pytest has ended, after how long, and what it has said."""
 
     code: int
+    seconds: float
     output: str
 
 
 @cache
 def places_of(test: str) -> tuple[str, ...]:
     """The node ids of the test; those on simulated devices if there are no others."""
+    if test.startswith("tests/"):
+        return (test,)
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text()
@@ -54,123 +66,237 @@ def places_of(test: str) -> tuple[str, ...]:
                         names = [node.name] if isinstance(node, ast.ClassDef) else []
                         file = str(path.relative_to(ROOT))
                         found.append("::".join([file, *names, test]))
-    real = tuple(place for place in found if not place.startswith(_SIMULATED))
+    real = tuple(place for place in found if not place.startswith("tests/simulated"))
     return real or tuple(found)
 
 
-def copy_to(folder: Path) -> None:
-    """Copy the source and the tests."""
-    ignored = shutil.ignore_patterns("__pycache__", "_build", "_pictures", "*.pyc")
-    for name in _COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder / name)
-
-
-def run(folder: Path, places: Sequence[str], variables: Mapping[str, str], *options: str) -> Result:
-    """Run tests in the copy, whose source is the one that is imported."""
-    paths = [str(folder / "src"), variables.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
-    variables = {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    known = "import lockstep; print(lockstep.__file__)"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
-    limit = ["--timeout", str(_TEST_SECONDS)]
-    common = {"cwd": folder, "env": os.environ | variables, "text": True}
-    file = subprocess.run([sys.executable, "-c", known], capture_output=True, **common).stdout
-    if not file.startswith(str(folder)):
-        raise RuntimeError(f"Not the copy in {folder} is imported, but {file}")
-    try:
-        done = subprocess.run(
-            [*command, *limit, *places],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_RUN_SECONDS,
-            **common,
-        )
-    except subprocess.TimeoutExpired:
-        return Result(_FAILED, f"no end within {_RUN_SECONDS} s")
-    return Result(done.returncode, done.stdout)
-
-
-def run_anywhere(folder: Path, test: str) -> Result:
-    """Run one test, also those that ``make test`` leaves out; on simulated devices until it fails.
+@contextlib.contextmanager
+def copy_of_source(mutation: Mutation | None) -> Iterator[Path]:
+    """A folder that has a copy of lockstep with the mutation.
 
     Raises:
-        CannotBuild: If there is no compiler for those.
+        ValueError, SyntaxError: If the mutation is of another source.
     """
-    places = places_of(test)
-    if not places[0].startswith(_SIMULATED):
-        # First what make test does of it, and if that passes all.
-        for options in (), ("--long",):
-            result = run(folder, places, {}, *options)
-            if result.code not in (_PASSED, _NOTHING_FOUND):
-                break
-        return result
-    for delay in SETTINGS:
-        variables = environment(delay=delay, devices=3)
-        result = run(folder, places, variables, "-p", "tests.simulated.plugin")
-        if result.code != _PASSED:
-            break
-    return result
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name).resolve() / "src" / "lockstep"
+        shutil.copytree(SOURCE, copy)  # with what Python has compiled
+        if mutation is not None:
+            path = copy / mutation.path
+            text = mutated(path.read_text(), mutation)
+            compile(text, mutation.path, "exec")
+            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+                compiled.unlink()
+            path.write_text(text)
+        yield copy.parent
 
 
-def try_one(mutation: Mutation) -> str:
-    """Return what is wrong with the test of that mutation; nothing if it fails as it has to."""
+class Run:
+    """A run of pytest with a copy of the source, in a fork of this process."""
+
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], variables: Mapping[str, str], limit: float
+    ) -> None:
+        self._began, self._limit = time.monotonic(), limit
+        self._log = folder / "log"
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_pytest(folder, self._log, arguments, variables)
+
+    def result(self) -> Result | None:
+        """How it has ended; None if it runs."""
+        seconds = time.monotonic() - self._began
+        is_over = seconds > self._limit
+        if is_over:
+            os.kill(self.pid, signal.SIGKILL)
+        pid, status = os.waitpid(self.pid, 0 if is_over else os.WNOHANG)
+        if not pid:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what the test has left
+        return Result(os.waitstatus_to_exitcode(status), seconds, self._log.read_text())
+
+
+def _run_pytest(
+    folder: Path, log: Path, arguments: Sequence[str], variables: Mapping[str, str]
+) -> NoReturn:
+    code: int = _NOT_RUN[0]
     try:
-        text = mutated((SOURCE / mutation.path).read_text(), mutation)
-        compile(text, mutation.path, "exec")
-    except (ValueError, SyntaxError) as error:
-        return f"has a mutation of another source: {error}"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name).resolve()
-        copy_to(folder)
-        (folder / "src" / "lockstep" / mutation.path).write_text(text)
+        os.setsid()
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ.update(variables)
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        os.environ.pop(_AUTOLOAD)
+        sys.path.insert(0, str(folder))
+        sys.modules["__main__"] = ModuleType("__main__")  # which processes of tests don't import
+        code = _pytest(folder, arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _pytest(folder: Path, arguments: Sequence[str]) -> int:
+    import pytest
+    import torch
+
+    torch._import_device_backends()
+    lockstep = importlib.import_module("lockstep")
+    if not lockstep.__file__.startswith(str(folder)):
+        raise RuntimeError(f"Not the copy in {folder} is imported, but {lockstep.__file__}")
+    if delay := os.environ.get("SIM_DELAY"):
+        from tests.simulated.control import set_delay
+
+        set_delay(delay)
+        arguments = ["-p", "tests.simulated.plugin", *arguments]
+    return pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[_EndsAtAFailure()])
+
+
+class _EndsAtAFailure:
+    """A plugin of pytest: the first failure is all there is to know, and cleaning up takes long."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            print(report.nodeid, report.longreprtext, sep="\n", flush=True)
+            os._exit(_FAILED)
+
+
+class Trial(NamedTuple):
+    """A test, and the source with which it runs: as it is, or with a mutation.
+
+    Attributes:
+        test: As in the mutation.
+        delay: As in the mutation.
+        limit: After how many seconds it has failed.
+        mutation: None for the source as it is.
+    """
+
+    test: str
+    delay: str
+    limit: float
+    mutation: Mutation | None
+
+    def steps(self) -> Generator[Run, Result, str]:
+        """Runs whose results it wants; returns what is wrong, nothing if all is as it has to be."""
+        places, variables = places_of(self.test), {"SIM_DELAY": self.delay} if self.delay else {}
         try:
-            result = run_anywhere(folder, mutation.test)
-        except CannotBuild as error:
-            return f"skipped: {error}"
-    if result.code in _NOT_RUN:
-        return f"could not be run:\n{result.output}"
-    # The process itself may have ended, of a signal.
-    return "passes all the same" if result.code in (_PASSED, _NOTHING_FOUND) else ""
+            with copy_of_source(self.mutation) as folder:
+                # First what make test does of it; if that passes, all.
+                for options in (), ("--long",):
+                    result = yield Run(folder, [*options, *places], variables, self.limit)
+                    if result.code not in (_PASSED, _NOTHING_FOUND):
+                        break
+        except (ValueError, SyntaxError) as error:
+            return f"has a mutation of another source: {error}"
+        has_passed = result.code in (_PASSED, _NOTHING_FOUND)
+        if self.mutation is None:
+            return "" if has_passed else f"fails in the source as it is:\n{result.output}"
+        if result.code in _NOT_RUN:
+            return f"could not be run:\n{result.output}"
+        # The process itself may have ended, of a signal.
+        return "passes all the same" if has_passed else ""
+
+    def __str__(self) -> str:
+        return f"{self.mutation.path if self.mutation else 'unchanged'}: {self.test}"
 
 
-def unchanged(tests: Sequence[str]) -> str:
-    """Return what pytest says of the tests in an unchanged copy, if one of them fails."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name).resolve()
-        copy_to(folder)
-        simulated = [test for test in tests if places_of(test)[0].startswith(_SIMULATED)]
-        places = [place for test in tests if test not in simulated for place in places_of(test)]
-        results = [run(folder, places, {})] if places else []
-        with contextlib.suppress(CannotBuild):
-            results += [run_anywhere(folder, test) for test in simulated]
-    wrong = [result for result in results if result.code not in (_PASSED, _NOTHING_FOUND)]
-    return "\n".join(result.output for result in wrong)
+class Outcomes(NamedTuple):
+    """How many trials have gone wrong, and how many seconds the tests of all took."""
+
+    num_wrong: int
+    seconds: Mapping[tuple[str, str], float]
+
+
+def tried(trials: Sequence[Trial], num_jobs: int) -> Outcomes:
+    """Carry out trials, several at once."""
+    waiting = deque((trial, trial.steps()) for trial in trials)
+    running: list[tuple[Trial, Generator[Run, Result, str], Run]] = []
+    wrong, times = 0, Counter[tuple[str, str]]()
+
+    def go_on(trial: Trial, steps: Generator[Run, Result, str], result: Result | None) -> None:
+        nonlocal wrong
+        times[trial.test, trial.delay] += result.seconds if result else 0
+        try:
+            running.append((trial, steps, steps.send(result)))
+        except StopIteration as end:
+            as_it_has_to = "fails, as it has to" if trial.mutation else "passes"
+            print(f"{trial} {end.value or as_it_has_to}", flush=True)
+            wrong += bool(end.value)
+
+    while waiting or running:
+        while waiting and len(running) < num_jobs:
+            go_on(*waiting.popleft(), None)
+        for each in list(running):
+            trial, steps, run = each
+            if (result := run.result()) is not None:
+                running.remove(each)
+                go_on(trial, steps, result)
+        time.sleep(0.01)
+    return Outcomes(wrong, times)
+
+
+def unnamed() -> int:
+    """Tell of comments without a mutation, and the other way around; return how many."""
+    named = set(named_tests(SOURCE))
+    differing = sorted(named ^ {(one.path, one.test) for one in SHOWN})
+    for path, test in differing:
+        what = "no mutation" if (path, test) in named else "a mutation and no comment"
+        print(f"{path}: {test} has {what}")
+    return len(differing)
+
+
+def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> int:
+    """Try the mutations in forks of this process; return how many are to be mended."""
+    os.environ[_AUTOLOAD] = "0"
+    # By the first step of an optimizer, and by the tests.
+    for name in ("torch", "torch._dynamo", "numpy", "psutil", "pytest"):
+        importlib.import_module(name)
+    assert "lockstep" not in sys.modules
+    gc.collect()
+    gc.freeze()
+    tests = dict.fromkeys((one.test, one.delay) for one in mutations)
+    wrong, seconds = tried([Trial(*test, _MOST_SECONDS, None) for test in tests], num_jobs)
+    if wrong:
+        return wrong
+    limits = {test: max(_LEAST_SECONDS, _TIMES * taken) for test, taken in seconds.items()}
+    trials = [Trial(m.test, m.delay, limits[m.test, m.delay], m) for m in mutations]
+    return tried(trials, num_jobs).num_wrong
+
+
+def on_simulated_devices(arguments: Sequence[str]) -> int:
+    """Call this program in an environment that has them."""
+    from tests.simulated.build import CannotBuild, environment
+
+    try:
+        variables = environment(devices=3)
+    except CannotBuild as error:
+        print(f"skipped: {error}")
+        return 0
+    command = [sys.executable, "-m", "tests.shown_by", "--simulated", *arguments]
+    return subprocess.run(command, env={**os.environ, **variables}).returncode
 
 
 def main(arguments: Sequence[str]) -> int:
     """Try all mutations, or those of the given tests; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-j", "--jobs", type=int, default=1, help="how many run at once")
-    parser.add_argument("tests", nargs="*", help="the tests whose mutations are tried")
+    parser.add_argument("--simulated", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("tests", nargs="*", help="the tests, or files of the source, to try")
     given = parser.parse_args(arguments)
-    chosen = [one for one in MUTATIONS if one.test in (given.tests or (one.test,))]
-    if output := unchanged(sorted({one.test for one in chosen})):
-        print(f"In the source as it is:\n{output}")
-        return 1
-    wrong = 0
-    if not given.tests:
-        named = set(named_tests(SOURCE))
-        for path, test in sorted(named ^ {(one.path, one.test) for one in MUTATIONS}):
-            what = "no mutation" if (path, test) in named else "a mutation and no comment"
-            print(f"{path}: {test} has {what}")
-            wrong += 1
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for mutation, what in zip(chosen, pool.map(try_one, chosen), strict=True):
-            print(f"{mutation.path}: {mutation.test} {what or 'fails, as it has to'}", flush=True)
-            wrong += bool(what) and not what.startswith("skipped")
-    print("All mutations are noticed" if not wrong else f"{wrong} are to be mended")
+    chosen = [m for m in MUTATIONS if not given.tests or {m.test, m.path} & {*given.tests}]
+    began = time.monotonic()
+    wrong = 0 if given.tests or given.simulated else unnamed()
+    here = [one for one in chosen if bool(one.delay) == given.simulated]
+    wrong += in_this_process(here, given.jobs) if here else 0
+    if not given.simulated and len(here) < len(chosen):
+        wrong += on_simulated_devices(arguments)
+    what = "All are noticed" if not wrong else "Some are to be mended"
+    print(f"{what}: {len(here)} mutations in {time.monotonic() - began:.0f} s", flush=True)
     return 1 if wrong else 0
 
 

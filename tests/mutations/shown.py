@@ -1,66 +1,21 @@
 """For each comment "shown by test_x" in the source: what in the code test_x has to notice.
 
-``make test-shown`` makes these mutations, one at a time. Each is of the line or the guard that the
-comment is about, and the program stays one that runs: an error of its own would show nothing.
+Each is of the line or the guard that the comment is about, and the program stays one that runs: an
+error of its own would show nothing.
 """
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import NamedTuple
+from tests.mutations import mutation
 
-_SHOWN_BY = re.compile(r"[Ss]hown by[\s#]+(test_\w+)")
-
-
-class Mutation(NamedTuple):
-    """A change of the source that one test notices.
-
-    Attributes:
-        test: The name of the test.
-        path: The file, below ``src/lockstep``.
-        changes: Texts that are in the file once, each with what comes in its place.
-    """
-
-    test: str
-    path: str
-    changes: tuple[tuple[str, str], ...]
-
-
-def named_tests(source: Path) -> list[tuple[str, str]]:
-    """The file and the test of each comment in the source."""
-    return [
-        (str(path.relative_to(source)), test)
-        for path in sorted(source.rglob("*.py"))
-        for test in _SHOWN_BY.findall(path.read_text())
-    ]
-
-
-def mutated(text: str, mutation: Mutation) -> str:
-    """Return the text of the file with the mutation.
-
-    Raises:
-        ValueError: If what it changes isn't there once.
-    """
-    for old, new in mutation.changes:
-        if text.count(old) != 1:
-            raise ValueError(f"{mutation.path} has this {text.count(old)} times: {old}")
-        text = text.replace(old, new)
-    return text
-
-
-def _m(test: str, path: str, *texts: str) -> Mutation:
-    return Mutation(test, path, tuple(zip(texts[::2], texts[1::2], strict=True)))
-
-
-MUTATIONS = [
-    _m(
+SHOWN = [
+    mutation(
         "test_a_rank_that_was_stopped_gets_no_wrong_sum",
         "comm/transport.py",
         "# Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.\n        if self._is_broken:",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_two_forwards_with_batch_norm_then_two_backwards",
         "comm/any_group.py",
         "stored = [without_repeats(tensor.data) for tensor in chunk]",
@@ -68,31 +23,31 @@ MUTATIONS = [
         "if may_write(tensor):",
         "if True:",
     ),
-    _m(
+    mutation(
         "test_tensors_of_any_layout_are_sent",
         "comm/arguments.py",
         "if data.numel() < 2:",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_ranks_may_come_to_a_second_group_long_after_each_other",
         "comm/backends.py",
         'f"joined/{rank}"',
         '"joined"',
     ),
-    _m(
+    mutation(
         "test_store_behind_a_cut_link_is_asked_once",
         "comm/hosts.py",
         "            except RuntimeError:\n                self._store = None\n",
         "            except RuntimeError:\n                pass\n",
     ),
-    _m(
+    mutation(
         "test_memory_that_all_ranks_have_mapped_takes_no_descriptor",
         "comm/shm/memory.py",
         "_libc.mmap(None, num_bytes, access, kind, descriptor, start)",
         "_libc.mmap(None, num_bytes, access, kind, os.dup(descriptor), start)",
     ),
-    _m(
+    mutation(
         "test_memory_at_the_address_of_dropped_memory_is_known",
         "comm/shm/memory.py",
         "    _libc.munmap(pointer, num_bytes)\n",
@@ -101,19 +56,27 @@ MUTATIONS = [
         "    _libc.munmap(pointer, num_bytes)\n"
         "    if owner is not None:\n        _shared_at.pop(pointer, None)\n",
     ),
-    _m(
+    mutation(
+        "test_a_forked_child_calls_no_operator_for_its_memory",
+        "comm/shm/memory.py",
+        "values = bytes(bytes_of(memory)) if keeps else None",
+        "values = memory.clone() if keeps else None",
+        "bytes_of(memory)[:] = values",
+        "memory.copy_(values)",
+    ),
+    mutation(
         "test_a_message_is_received_though_its_sender_left_without_reading",
         "comm/shm/memory.py",
         "    except ConnectionResetError:\n",
         "    except ConnectionResetError:\n        raise\n",
     ),
-    _m(
+    mutation(
         "test_a_callback_knows_its_rank",
         "comm/threads/ranks.py",
         "before, _current.context = _current.context, known",
         "before = _current.context",
     ),
-    _m(
+    mutation(
         "test_torchs_ddp_is_told_of_a_lost_rank",
         "comm/work.py",
         "self._future = self._is_there.then(self._outcome)",
@@ -122,25 +85,25 @@ MUTATIONS = [
         "        if self._error is None:\n            self._is_there.set_result(self._results)\n"
         "        else:\n            self._is_there.set_exception(self._error)",
     ),
-    _m(
+    mutation(
         "test_a_work_that_only_cpp_has_can_be_waited_for",
         "comm/work.py",
         "self._queue.dropped.append(self)",
         "pass",
     ),
-    _m(
+    mutation(
         "test_a_rank_that_fails_halfway_spoils_no_later_sum",
         "comm/work.py",
         "self._queue.call_failed(error)",
         "pass",
     ),
-    _m(
+    mutation(
         "test_a_wait_for_a_call_is_not_one_for_later_calls",
         "comm/work.py",
         "if self._carrying_out.acquire(True, _PATIENCE_SECONDS):",
         "if self._carrying_out.acquire():",
     ),
-    _m(
+    mutation(
         "test_a_callback_may_wait_for_another_calls_future",
         "comm/work.py",
         "            self._runner = self._running = None\n"
@@ -150,190 +113,193 @@ MUTATIONS = [
         "            if call is not None:\n                call.tell()\n"
         "            self._carrying_out.release()\n",
     ),
-    _m(
+    mutation(
         "test_an_iterable_dataset_in_ranks_that_are_threads",
         "data/iterable.py",
         "        with exclusive:\n            info = get_worker_info()",
         "        if True:\n            info = get_worker_info()",
     ),
-    _m(
+    mutation(
         "test_tie_goes_to_the_lower_part",
         "data/partition.py",
         "return next((fraction for fraction in simpler if float(fraction) == size), exact)",
         "return exact",
     ),
-    _m(
+    mutation(
         "test_gradient_nobody_touched_keeps_its_bits",
         "grad/contents.py",
         "if gradient is view and not has_grown:",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_a_gradient_may_be_replaced_after_its_copy",
         "grad/contents.py",
         "if not all(map(operator.is_, gradients, memory.views)):",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_a_program_may_end_with_gradients_unread",
         "grad/deferred.py",
         "if not is_ending():",
         "if True:",
     ),
-    _m(
+    mutation(
         "test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one",
         "comm/shared_buffers.py",
         "if awaited is not None and self._group.generation is awaited[1]:",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_a_mismatch_in_one_model_leaves_no_barrier_of_another_one_to_come",
         "comm/shared_buffers.py",
         "if awaited is not None and self._group.generation is awaited[1]:",
         "if awaited is not None:",
     ),
-    _m(
+    mutation(
         "test_gradients_of_the_last_step_stay_as_they_were",
         "grad/memory.py",
         "return has_holders and not all(are_current)",
         "return False",
     ),
-    _m(
+    mutation(
         "test_buckets_launch_in_index_order",
         "grad/reducer.py",
         "if self._buckets[now.next_launch].now.num_missing or not before.is_hook_done():",
         "if not before.is_hook_done():",
     ),
-    _m(
+    mutation(
         "test_two_models_in_one_backward_launch_in_one_order",
         "grad/reducer.py",
         "for reducer in now.launch_order:",
         "for reducer in [self]:",
     ),
-    _m(
+    mutation(
         "test_a_backward_that_fails_at_different_places_on_each_rank",
         "grad/reducer.py",
         "self._now.phase, self._now.launch_order = Phase.FAILED, ()",
         "self._pass = None\n        return",
     ),
-    _m(
+    mutation(
         "test_hooks_of_several_collectives_keep_their_order",
         "grad/reducer.py",
         "self._buckets[max(0, index - 1)].finish_hook()",
         "pass",
     ),
-    _m(
+    mutation(
         "test_ranks_may_have_loops_of_different_lengths",
         "grad/scattered.py",
         "self._is_reduced = True, join_state_of(self.group) is not None",
         "self._is_reduced = True, False",
     ),
-    _m(
+    mutation(
         "test_store_that_does_not_answer_is_not_waited_for",
         "launcher/agreement.py",
         "        thread = threading.Thread(target=agree, daemon=True)\n        thread.start()\n",
         "        thread = threading.Thread(target=agree, daemon=True)\n        thread.run()\n",
     ),
-    _m(
+    mutation(
         "test_hooks_of_others_see_the_mean",
         "nn/autograd.py",
         "        super().__setitem__(0, hook)\n",
         "        super().__setitem__(0, lambda p: (self.call_others(p), hook(p)))\n",
     ),
-    _m(
+    mutation(
         "test_ranks_may_reach_different_models_in_one_backward",
         "nn/backward.py",
         "asks = self._engines.have_to_be_told(self._group, reached)",
         "asks = False",
     ),
-    _m(
+    mutation(
         "test_two_models_in_two_groups_launch_in_one_order",
         "nn/backward.py",
         "if sync is not self and len(sync._ranks_on_gpus & self._ranks_on_gpus) > 1",
         "if False",
+        delay="lazy",
     ),
-    _m(
+    mutation(
         "test_a_failed_backward_does_not_spoil_the_next",
         "nn/backward.py",
         "backward.end = weakref.ref(end, self._fail)",
         "backward.end = weakref.ref(end)",
     ),
-    _m(
+    mutation(
         "test_a_buffer_of_another_form_on_a_rank_is_named",
         "nn/buffers.py",
         "if self._forms() != self._agreed:",
         "if False:",
     ),
-    _m(
+    mutation(
         "test_a_buffer_that_autograd_has_saved_is_left_alone",
         "nn/buffers.py",
         "broadcast.finish(may_write=self._may_write)",
         "broadcast.finish()",
     ),
-    _m(
+    mutation(
         "test_a_buffer_that_autograd_has_saved_is_left_alone",
         "nn/buffers.py",
         "if self._may_write(tensor):",
         "if True:",
     ),
-    _m(
+    mutation(
         "test_a_backward_that_needs_an_earlier_value_of_a_view_is_refused",
         "nn/buffers.py",
         "increment_version(tensor)",
         "pass",
     ),
-    _m(
+    mutation(
         "test_gradients_of_branches_on_two_streams",
         "nn/ready_hooks.py",
         "self._nodes = autograd.accumulators(",
         "self._nodes = (lambda parameters: [])(",
+        delay="2,7",
     ),
-    _m(
+    mutation(
         "test_models_may_come_in_any_order_in_no_sync",
         "nn/engine.py",
         "        if self.is_syncing:\n            self.reducer.sum_unsummed()\n",
         "",
     ),
-    _m(
+    mutation(
         "test_gradients_of_a_rank_that_is_through_are_its_own",
         "nn/join.py",
         "parameter.grad = gradient",
         "pass",
     ),
-    _m(
+    mutation(
         "test_gradients_accumulated_by_a_rank_that_is_through_are_reduced_with_the_others",
         "nn/join.py",
         "None if p.grad is None or is_unreduced else p.grad.clone()",
         "None if p.grad is None else p.grad.clone()",
     ),
-    _m(
+    mutation(
         "test_inputs_may_be_modified_in_place",
         "nn/replicas/kept_replica.py",
         "return self._input_leaves[-1].clone()",
         "return self._input_leaves[-1]",
     ),
-    _m(
+    mutation(
         "test_statistics_are_those_of_the_last_call",
         "nn/replicas/module_copy.py",
         "object() if id(buffer) in counting else version_of(buffer)",
         "version_of(buffer)",
     ),
-    _m(
+    mutation(
         "test_a_loss_and_its_gradient_in_one_backward",
         "nn/replicas/replicas.py",
         "self._shares_graph = self.is_derivative",
         "self._shares_graph = False",
     ),
-    _m(
+    mutation(
         "test_a_store_without_room_is_named_and_ends",
         "world/rendezvous.py",
         "os.dup2(nothing.fileno(), descriptor, inheritable=False)",
         "pass",
     ),
-    _m(
+    mutation(
         "test_each_stream_that_reads_parameters_waits_for_their_update",
         "optim/arriving.py",
         "if stream.stream_id not in self._streams:",
         "if not self._streams:",
+        delay="lazy",
     ),
 ]
