@@ -21,10 +21,10 @@ from lockstep.bench.command import (
 from lockstep.bench.measuring import (
     OPERATIONS,
     Case,
-    Part,
-    Ranks,
+    MeasuringRanks,
     Report,
     SmallCall,
+    Stage,
     Summary,
     format_size,
     summarize,
@@ -70,7 +70,7 @@ def test_summarize_gives_median_and_quartiles() -> None:
 
 def test_each_contender_is_the_first_of_a_round_in_turn() -> None:
     calls: list[str] = []
-    ranks = Ranks(0, 1, lambda: calls.append("|"), lambda seconds: seconds)
+    ranks = MeasuringRanks(0, 1, lambda: calls.append("|"), lambda seconds: seconds)
     contenders = {name: (str, partial(calls.append, name)) for name in "abc"}
     found = take_turns(ranks, contenders, 4, rounds=3)
     assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3, "c": 3}
@@ -108,7 +108,7 @@ def test_with_mpi_adds_figures_to_the_same_case() -> None:
 
 
 SMALL_CALL = SmallCall(
-    2, 1024, [2e-5, 2.1e-5], [Part("meeting", [8e-6]), Part("calls", [2e-6], "meeting")]
+    2, 1024, [2e-5, 2.1e-5], [Stage("meeting", [8e-6]), Stage("calls", [2e-6], "meeting")]
 )
 
 

@@ -17,17 +17,17 @@ from tests.ranks import run_ranks
 class Gradient(Enum):
     CURRENT = auto()
     KEPT = auto()
-    PENDING = auto()  # as no rank has read it
+    UNSUMMED = auto()  # as no rank has read it
 
 
 @pytest.mark.parametrize("what", Gradient)
 def test_a_forked_process_has_gradients_of_its_own(what: Gradient) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(nn.Linear(2000, 2), process_group=group)
-        if what is Gradient.PENDING:
+        if what is Gradient.UNSUMMED:
             lockstep.shard_optimizer(torch.optim.SGD(model.parameters()))
         train(model, rank)
-        gradient = None if what is Gradient.PENDING else model.weight.grad
+        gradient = None if what is Gradient.UNSUMMED else model.weight.grad
         if what is Gradient.KEPT:
             model.zero_grad()
         go, told, child = os.pipe(), os.pipe(), -1

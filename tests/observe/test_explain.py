@@ -52,7 +52,7 @@ def sent(folder: Path, world_size: int, last_step: int) -> list[dict[str, int]]:
             for s in rank.spans
             if s.name == "wait" and backward.start <= s.start and s.stop <= backward.stop
         ]
-        gradients = sum(s.num_bytes for s in waits if s.detail in ("all_reduce", "share"))
+        gradients = sum(s.num_bytes for s in waits if s.detail in ("all_reduce", "exchange"))
         buffers = sum(s.num_bytes for s in waits if s.detail == "broadcast")
         rows = sum(s.num_bytes for s in waits if s.detail == "all_gather")
         found.append({"gradients": gradients, "rows": rows, "buffers": buffers})

@@ -94,10 +94,10 @@ def test_a_mismatch_in_one_model_leaves_no_barrier_of_another_one_to_come(backen
             other.zero_grad()
         loss = first(1.0)
         if rank:  # once the gradients of the second model have come
-            loss.register_hook(lambda grad: group.meet("something else"))
+            loss.register_hook(lambda grad: group.named_barrier("something else"))
         with pytest.raises(CollectiveMismatch):
             (loss + second(1.0)).backward()
-        group.meet("what comes next")
+        group.named_barrier("what comes next")
         one.zero_grad()
         other.zero_grad()
         (first(1.0 + rank) + second(3.0 + rank)).backward()
@@ -117,7 +117,7 @@ def test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step(monk
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model, optimizer = scaled(group)
         for step in range(6):
-            group.meet("before the backward")
+            group.named_barrier("before the backward")
             if rank == 0 and step in (1, 4):
                 fails.set()
                 with pytest.raises(ValueError, match="alone"):

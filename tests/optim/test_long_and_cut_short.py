@@ -29,8 +29,8 @@ def die(*args, **options):
     time.sleep(0.3)  # the other rank has come, too
     os.kill(os.getpid(), signal.SIGKILL)
 
-def die_at_the_end(group, operation, meet=flat.meet):
-    die() if operation == "end of an update" else meet(group, operation)
+def die_at_the_end(group, operation, named_barrier=flat.named_barrier):
+    die() if operation == "end of an update" else named_barrier(group, operation)
 
 def step(number):
     model(torch.full((1, 6000), number + rank + 1.0)).sum().backward()
@@ -60,7 +60,7 @@ assert {updated}, new
             "new[0] and not new[1]",
         ),
         (
-            "if number == 3 and rank: flat.meet = die_at_the_end",
+            "if number == 3 and rank: flat.named_barrier = die_at_the_end",
             "those of this step now",
             "new[0] and new[1]",
         ),

@@ -313,7 +313,7 @@ def test_ranks_may_have_loops_of_different_lengths(clips: str, steps: int) -> No
         for overlap in False, True:
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             optimizer = lockstep.shard_optimizer(adamw(model.parameters()), overlap=overlap)
-            next(losses(model, rank, 1)).backward()  # pending when the loop begins
+            next(losses(model, rank, 1)).backward()  # unsummed when the loop begins
             with lockstep.join(model):
                 for loss in losses(model, rank, steps + 2 * rank, 1):
                     optimizer.zero_grad()

@@ -91,7 +91,7 @@ def test_ranks_may_differ_in_whether_backwards_take_turns_between_two_buffers() 
                 time.sleep(0.3)  # rank 1 doesn't wait until this one needs no gradients any more
             optimizer.zero_grad()
             if step != 2:
-                group.meet("no rank needs gradients")
+                group.named_barrier("no rank needs gradients")
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(a, b)
         (bucket,) = {p._deferred[0]() for p in model.parameters()}

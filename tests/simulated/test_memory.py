@@ -67,7 +67,7 @@ def fork_in_steps(world: lockstep.World, overlaps: bool) -> tuple[int, float]:
         optimizer.zero_grad()
         model(x).sum().backward()
         with control.counted_host_waits() as waits:
-            fork()  # while gradients are pending
+            fork()  # while gradients are unsummed
             num_waits += waits.total()
         optimizer.step()
         with control.counted_host_waits() as waits:

@@ -30,8 +30,8 @@ from lockstep.bench.measuring import (
     OPERATIONS,
     UNITS,
     Case,
+    MeasuringRanks,
     Plan,
-    Ranks,
     Report,
     SmallCall,
     Summary,
@@ -334,7 +334,7 @@ def run_rank() -> None:
     def slowest(seconds: list[float]) -> list[float]:
         return [max(values) for values in zip(*world.allgather(seconds), strict=True)]
 
-    ranks = Ranks(world.Get_rank(), world.Get_size(), world.Barrier, slowest)
+    ranks = MeasuringRanks(world.Get_rank(), world.Get_size(), world.Barrier, slowest)
     cases = []
     for num_bytes in plan["num_bytes"]:
         tensor = torch.empty(num_bytes // 4)

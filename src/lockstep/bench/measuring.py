@@ -121,7 +121,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Part:
+class Stage:
     """One part of a small call: its seconds per call in each round."""
 
     name: str
@@ -136,7 +136,7 @@ class SmallCall:
     num_ranks: int
     num_bytes: int
     whole: list[float]
-    parts: list[Part]
+    parts: list[Stage]
 
 
 @dataclass
@@ -166,7 +166,7 @@ def format_size(num_bytes: int) -> str:
 Contender = tuple[Callable[[], object], Callable[[], object]]
 
 
-class Ranks(NamedTuple):
+class MeasuringRanks(NamedTuple):
     """The ranks that measure together; ``slowest`` returns the elementwise maximum over them."""
 
     rank: int
@@ -187,7 +187,7 @@ def measure(world: World, plan: Plan) -> Report:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=shm)
         return [float(value) for value in values]
 
-    ranks = Ranks(shm.rank(), shm.size(), partial(dist.barrier, shm), slowest)
+    ranks = MeasuringRanks(shm.rank(), shm.size(), partial(dist.barrier, shm), slowest)
     report = Report(plan.rounds)
     for operation in plan.operations:
         for num_bytes in plan.num_bytes:
@@ -228,7 +228,7 @@ def _room_or_reason(
 
 
 def take_turns(
-    ranks: Ranks, contenders: Mapping[str, Contender], num_bytes: int, rounds: int
+    ranks: MeasuringRanks, contenders: Mapping[str, Contender], num_bytes: int, rounds: int
 ) -> dict[str, list[float]]:
     """Return each contender's seconds per call in every round; see Note [The time of a call].
 
@@ -249,7 +249,7 @@ def take_turns(
     return seconds
 
 
-def _turn(ranks: Ranks, contender: Contender, calls: int, apart: bool) -> float:
+def _turn(ranks: MeasuringRanks, contender: Contender, calls: int, apart: bool) -> float:
     (write, call), begins, ends = contender, [], []
     ranks.barrier()
     for _ in range(calls):
@@ -328,7 +328,7 @@ def _passes(shared: torch.Tensor, shm: SharedMemoryGroup) -> Callable[[], None]:
     return run
 
 
-def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> SmallCall:
+def _measure_small_call(ranks: MeasuringRanks, shm: SharedMemoryGroup, rounds: int) -> SmallCall:
     """Measure a small all-reduce, and each of its parts by itself, in turns with the whole."""
     tensor = torch.ones(_SMALL_CALL_BYTES // 4)
     write = partial(tensor.fill_, 1.0)
@@ -346,9 +346,9 @@ def _measure_small_call(ranks: Ranks, shm: SharedMemoryGroup, rounds: int) -> Sm
         contenders = {name: (write, call) for name, call in calls.items()}
         seconds = take_turns(ranks, contenders, _SMALL_CALL_BYTES, rounds)
 
-    def part(name: str, whole: str, *less: str, within: str = "") -> Part:
+    def part(name: str, whole: str, *less: str, within: str = "") -> Stage:
         columns = zip(*(seconds[each] for each in (whole, *less)), strict=True)
-        return Part(name, [value - sum(rest) for value, *rest in columns], within)
+        return Stage(name, [value - sum(rest) for value, *rest in columns], within)
 
     meeting = "meeting: all tell all that they are here, and wait until all are"
     sockets = "its system calls: a send to, and a receive from, each"

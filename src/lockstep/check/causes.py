@@ -28,7 +28,7 @@ _FROM_ONE_PROCESS = (
 )
 
 
-class Facts(NamedTuple):
+class Evidence(NamedTuple):
     """What is known of the step after which runs part."""
 
     parting: Parting
@@ -49,19 +49,19 @@ class Verdict(NamedTuple):
     remedy: str
 
 
-def suspects(facts: Facts) -> list[Suspect]:
+def suspects(evidence: Evidence) -> list[Suspect]:
     """What may be the cause, in the order in which it is to be tried."""
-    if facts.parting.rank is None:
-        return [each for each in _FROM_ONE_PROCESS if _may_be(each, facts)]
-    return [each for each in _BETWEEN_RANKS if _may_be(each, facts)]
+    if evidence.parting.rank is None:
+        return [each for each in _FROM_ONE_PROCESS if _may_be(each, evidence)]
+    return [each for each in _BETWEEN_RANKS if _may_be(each, evidence)]
 
 
-def _may_be(suspect: Suspect, facts: Facts) -> bool:
-    first, other = facts.ranks[0], facts.ranks[facts.rank]
-    name = facts.parting.name
+def _may_be(suspect: Suspect, evidence: Evidence) -> bool:
+    first, other = evidence.ranks[0], evidence.ranks[evidence.rank]
+    name = evidence.parting.name
     match suspect:
         case Suspect.OPTIONS:
-            against = facts.alone if facts.parting.rank is None else other
+            against = evidence.alone if evidence.parting.rank is None else other
             return bool(_other_options(first.options, against.options))
         case Suspect.START:
             return any(_differ(first.start.get(key), other.start.get(key)) for key in first.start)
@@ -71,34 +71,34 @@ def _may_be(suspect: Suspect, facts: Facts) -> bool:
             one, another = first.gradients.get(name), other.gradients.get(name)
             return (one is None) != (another is None) or _differ(one, another)
         case Suspect.ROWS:
-            return len({*_numbers_of_rows(facts)}) > 1
+            return len({*_numbers_of_rows(evidence)}) > 1
         case Suspect.SEEDS | Suspect.WORLD_SIZE:
             return True
         case Suspect.DRAWS:
-            return suspect in facts.sites or any(step.draws for step in facts.ranks)
-    return suspect in facts.sites
+            return suspect in evidence.sites or any(step.draws for step in evidence.ranks)
+    return suspect in evidence.sites
 
 
-def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Verdict:
+def verdict(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) -> Verdict:
     """What is to be said of a cause that a trial has shown."""
-    sites = facts.sites.get(suspect, ())
+    sites = evidence.sites.get(suspect, ())
     lines = ", ".join(sites[:_SITES]) + (", ..." if len(sites) > _SITES else "")
-    name, rank, num_ranks = facts.parting.name, facts.rank, len(facts.ranks)
-    numbers = " and ".join(map(str, _numbers_of_rows(facts)))
-    ratio = ratio_of(facts.ranks[0].gradients, facts.alone.gradients)
+    name, rank, num_ranks = evidence.parting.name, evidence.rank, len(evidence.ranks)
+    numbers = " and ".join(map(str, _numbers_of_rows(evidence)))
+    ratio = ratio_of(evidence.ranks[0].gradients, evidence.alone.gradients)
     times = ""
     if ratio is not None and abs(ratio - 1) > _SAME_RATIO:
         times = f" All gradients are {ratio:.4g} times those of one process."
     match suspect:
-        case Suspect.OPTIONS if facts.parting.rank is None:
-            told = _other_options(facts.ranks[0].options, facts.alone.options)
+        case Suspect.OPTIONS if evidence.parting.rank is None:
+            told = _other_options(evidence.ranks[0].options, evidence.alone.options)
             return Verdict(
                 f"the optimizer's options depend on the number of ranks: {told} on {num_ranks} "
                 "ranks and on one.",
                 "Where the global batch is the same, so are learning rate and other options.",
             )
         case Suspect.OPTIONS:
-            told = _other_options(facts.ranks[0].options, facts.ranks[rank].options)
+            told = _other_options(evidence.ranks[0].options, evidence.ranks[rank].options)
             return Verdict(
                 f"the optimizer's options differ: {told} on rank 0 and rank {rank}.",
                 "Give every rank the same; let a scheduler that looks at a metric have "
@@ -110,7 +110,7 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
                 "Call lockstep.parallelize(model), which lets all start from rank 0's, before the "
                 "optimizer is made; or seed every rank alike before the model is made.",
             )
-        case Suspect.CHANGES if facts.parting.number == 1:
+        case Suspect.CHANGES if evidence.parting.number == 1:
             return Verdict(
                 f"{name!r} was changed after the optimizer was made and before its first step, on "
                 "one rank in another way: an initialisation from a rank's own samples, say.",
@@ -148,13 +148,13 @@ def verdict(suspect: Suspect, facts: Facts, *, drawn_alike: bool = False) -> Ver
                 "them.",
             )
         case Suspect.AVERAGE:
-            return _not_averaged(name, facts.ranks[0])
+            return _not_averaged(name, evidence.ranks[0])
         case Suspect.BATCH_NORM:
             return Verdict(
                 f"BatchNorm normalises by the statistics of each rank's own samples: {lines}.",
                 "Convert the model by lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
             )
-        case Suspect.MEANS if len({*_numbers_of_rows(facts)}) > 1:
+        case Suspect.MEANS if len({*_numbers_of_rows(evidence)}) > 1:
             return Verdict(
                 f"a mean of means: {lines} takes the mean over each rank's own samples, and the "
                 f"ranks, which have {numbers}, count alike.",
@@ -221,9 +221,9 @@ def _not_averaged(name: str, step: Step) -> Verdict:
     )
 
 
-def known(facts: Facts) -> list[str]:
+def known(evidence: Evidence) -> list[str]:
     """What is known of a difference whose cause isn't."""
-    parting, first, other = facts.parting, facts.ranks[0], facts.ranks[facts.rank]
+    parting, first, other = evidence.parting, evidence.ranks[0], evidence.ranks[evidence.rank]
     name = parting.name
     if parting.in_evaluation:
         return [
@@ -236,20 +236,20 @@ def known(facts: Facts) -> list[str]:
             "rank updates it by itself."
         ]
     if first.trained != other.trained:
-        return [f"the optimizer of rank {facts.rank} has other parameters than that of rank 0."]
+        return [f"the optimizer of rank {evidence.rank} has other parameters than that of rank 0."]
     if parting.rank is not None:
         if _differ(first.gradients.get(name), other.gradients.get(name)):
             return [f"the ranks have different gradients of {name!r} in the step."]
         return [f"the ranks have the same gradient of {name!r}, and update it in different ways."]
     found = []
-    rows = sum(back.num_rows for step in facts.ranks for back in step.backwards)
-    alone = sum(back.num_rows for back in facts.alone.backwards)
-    if rows != alone and all(s.backwards and s.backwards[0].num_rows for s in facts.ranks):
+    rows = sum(back.num_rows for step in evidence.ranks for back in step.backwards)
+    alone = sum(back.num_rows for back in evidence.alone.backwards)
+    if rows != alone and all(s.backwards and s.backwards[0].num_rows for s in evidence.ranks):
         found.append(
             f"the first modules that are called are given {rows} rows on all ranks together, and "
             f"{alone} in one process."
         )
-    ratio = ratio_of(first.gradients, facts.alone.gradients)
+    ratio = ratio_of(first.gradients, evidence.alone.gradients)
     if ratio is not None and abs(ratio - 1) > _SAME_RATIO:
         found.append(f"all gradients are {ratio:.4g} times those of one process.")
     elif ratio is not None:
@@ -257,8 +257,8 @@ def known(facts: Facts) -> list[str]:
     return found
 
 
-def _numbers_of_rows(facts: Facts) -> list[int]:
-    return [sum(back.num_rows for back in step.backwards) for step in facts.ranks]
+def _numbers_of_rows(evidence: Evidence) -> list[int]:
+    return [sum(back.num_rows for back in step.backwards) for step in evidence.ranks]
 
 
 def _other_options(one: Mapping[str, float], other: Mapping[str, float]) -> str:

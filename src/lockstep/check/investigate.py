@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.check.causes import Facts, Verdict, known, suspects, verdict
+from lockstep.check.causes import Evidence, Verdict, known, suspects, verdict
 from lockstep.check.compare import Comparison, Parting, Runs, compare, gradients_differ
 from lockstep.check.locate import first_difference
 from lockstep.check.records import ALONE, Plan, Records, Step, of_rank
@@ -40,25 +40,25 @@ class _Investigation:
         self._count = 0
 
     def cause(self) -> Cause:
-        facts, place = self._look()
+        evidence, place = self._look()
         tried: list[Suspect] = []
-        for suspect in (each for each in suspects(facts) if each not in self._always):
+        for suspect in (each for each in suspects(evidence) if each not in self._always):
             explains = self._explains({suspect})
             if explains:
-                return self._found([suspect], facts)
+                return self._found([suspect], evidence)
             if explains is not None:
                 tried.append(suspect)
         if together := self._together(tried):
-            return self._found(together, facts)
-        return Cause([], [*place, *known(facts)], tried)
+            return self._found(together, evidence)
+        return Cause([], [*place, *known(evidence)], tried)
 
-    def _found(self, guilty: Sequence[Suspect], facts: Facts) -> Cause:
+    def _found(self, guilty: Sequence[Suspect], evidence: Evidence) -> Cause:
         drawn = {records.load("drawn") for records in self._ranks_of_last_trial}
         alike = len(drawn) == 1 and drawn != {0}
-        verdicts = [verdict(each, facts, drawn_alike=alike) for each in guilty]
+        verdicts = [verdict(each, evidence, drawn_alike=alike) for each in guilty]
         return Cause(verdicts, [], [], is_noise=[*guilty] == [Suspect.DRAWS] and not alike)
 
-    def _look(self) -> tuple[Facts, list[str]]:
+    def _look(self) -> tuple[Evidence, list[str]]:
         """Run both once more, and note what modules are given and which functions are called."""
         plan = self._new_plan()
         number = self._parting.number
@@ -76,22 +76,22 @@ class _Investigation:
         steps = [step for each in self._runs.ranks if (step := each.step(number)) is not None]
         one: Step | None = self._runs.alone.step(number)
         assert one is not None
-        facts = Facts(self._parting, steps, one, sites)
+        evidence = Evidence(self._parting, steps, one, sites)
         is_trained = self._parting.name in one.trained
         if not can_look or self._parting.rank is not None or not is_trained:
-            return facts, []
+            return evidence, []
         traces = [each.load(f"trace-{number}") or [] for each in ranks]
         name, is_known = first_difference(traces, alone.load(f"trace-{number}") or [], one.eps)
         if name:
-            return facts, [
+            return evidence, [
                 f"{name} is the first value that isn't, on all ranks together, that of one process."
             ]
         if is_known:
-            return facts, [
+            return evidence, [
                 "what all modules are given and give is, on all ranks together, that of one "
                 "process: the difference comes after them, in the loss, gradients or the step."
             ]
-        return facts, []
+        return evidence, []
 
     def _together(self, possible: Sequence[Suspect]) -> list[Suspect]:
         """Those that are the cause together; none if they aren't."""

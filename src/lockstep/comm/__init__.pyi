@@ -16,7 +16,7 @@ from .any_group import device_of_facts as device_of_facts
 from .any_group import differing_facts as differing_facts
 from .any_group import exchange_buffers as exchange_buffers
 from .any_group import have_same as have_same
-from .any_group import meet as meet
+from .any_group import named_barrier as named_barrier
 from .any_group import one_copy as one_copy
 from .any_group import ranks_with_one_copy as ranks_with_one_copy
 from .any_group import start_all_gather_in_place as start_all_gather_in_place

@@ -155,7 +155,7 @@ def exchange_buffers(group: ProcessGroup, tensor: Tensor) -> list[Tensor]:
     Every rank must call it, with a tensor of :func:`zero_buffer`, where ``group`` is one that
     :func:`can_exchange_buffers`; it blocks. The list is empty if any rank's isn't in shared memory.
     """
-    return _wait(group, "share", tensor.nbytes, lambda: group.exchange_buffers(tensor))  # type: ignore[attr-defined]
+    return _wait(group, "exchange", tensor.nbytes, lambda: group.exchange_buffers(tensor))  # type: ignore[attr-defined]
 
 
 def device_of_facts(group: ProcessGroup) -> torch.device:
@@ -325,9 +325,9 @@ def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> tuple[Proc
     return host_group, host_group is group or group.transport.host == 0  # type: ignore[attr-defined]
 
 
-def meet(group: ProcessGroup, operation: str) -> None:
+def named_barrier(group: ProcessGroup, operation: str) -> None:
     """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
-    _wait(group, operation, 0, lambda: group.meet(operation))  # type: ignore[attr-defined]
+    _wait(group, operation, 0, lambda: group.named_barrier(operation))  # type: ignore[attr-defined]
 
 
 def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:

@@ -229,27 +229,26 @@ class SharedMemoryGroup(BaseGroup):
         makes it. Another rank may read it until that rank makes its second call after this one,
         and longer if it knows that nobody has written to it: see :meth:`keep`.
         """
-        shares = list[Tensor]()
-        self._queue.run(self._exchange_buffers(tensor, shares))
-        return shares
+        buffers = list[Tensor]()
+        self._queue.run(self._exchange_buffers(tensor, buffers))
+        return buffers
 
     def start_exchange_of_buffers(self, tensor: Tensor) -> Work:
         """Let the others' calls of :meth:`exchange_buffers` have ``tensor``, and return at once."""
         return self._queue.submit([self._exchange_buffers(tensor, [])], [], is_async=True)
 
-    def _exchange_buffers(self, tensor: Tensor, shares: list[Tensor]) -> Run:
+    def _exchange_buffers(self, tensor: Tensor, buffers: list[Tensor]) -> Run:
         self.num_exchanges += 1
-        signature = Signature("share", tensor.dtype, tensor.shape)
+        signature = Signature("exchange", tensor.dtype, tensor.shape)
 
         def run(deadline: Deadline) -> None:
-            shares.extend(
-                self._collectives(self.transport, signature, deadline).exchange_buffers(tensor)
-            )
+            collectives = self._collectives(self.transport, signature, deadline)
+            buffers.extend(collectives.exchange_buffers(tensor))
             self._kept.append([])
 
         return run
 
-    def meet(self, operation: str) -> None:
+    def named_barrier(self, operation: str) -> None:
         """Wait until all ranks have called it, with the same ``operation``."""
         signature = Signature(operation)
         self._queue.run(lambda end: self._collectives(self.transport, signature, end).barrier())

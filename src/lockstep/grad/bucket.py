@@ -16,7 +16,7 @@ from lockstep.comm import can_average, start_all_reduce
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, naming, raise_named
-from lockstep.grad.facts import Facts, Told, write_facts
+from lockstep.grad.facts import Facts, Flags, write_facts
 from lockstep.grad.memory import held
 from lockstep.grad.one_pass import BucketPass
 from lockstep.torch_private import gradient_of
@@ -85,11 +85,11 @@ class Bucket:
         self.contents.fill_with(math.nan)
 
     def write_facts(
-        self, accumulated: bytearray, told: Told, failed_rank: int | None = None
+        self, accumulated: bytearray, flags: Flags, failed_rank: int | None = None
     ) -> None:
         """Write this rank's facts, as it is the last bucket, or that its backward has failed."""
         tail, size = self.contents.memory.tail, self.group.size()
-        write_facts(tail, accumulated, told, failed_rank=failed_rank, num_ranks=size)
+        write_facts(tail, accumulated, flags, failed_rank=failed_rank, num_ranks=size)
 
     def launch(self, number: int, *, is_last: bool) -> None:
         """Start the reduction of the gradients, and if it ``is_last`` of the facts.

@@ -22,8 +22,8 @@ def num_facts(num_parameters: int) -> int:
     return num_parameters + _NUM_FAILURE_FACTS
 
 
-class Told(NamedTuple):
-    """What a rank, or any rank, tells in fractions.
+class Flags(NamedTuple):
+    """Two facts that a rank, or any rank, tells in fractions.
 
     Attributes:
         is_watched: Whether the program may see gradients past ``parameter.grad``.
@@ -37,7 +37,7 @@ class Told(NamedTuple):
 def write_facts(
     tail: torch.Tensor,
     accumulated: bytearray,
-    told: Told,
+    flags: Flags,
     *,
     failed_rank: int | None,
     num_ranks: int,
@@ -46,7 +46,7 @@ def write_facts(
 
     The sum of a fraction over the ranks is less than 1/2.
     """
-    numbers: Sequence[float] = [fact / 4 / num_ranks for fact in told]
+    numbers: Sequence[float] = [fact / 4 / num_ranks for fact in flags]
     if failed_rank is not None:
         numbers = [1, failed_rank]
     used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
@@ -81,9 +81,9 @@ class Facts:
             self._failures = (facts.real if facts.is_complex() else facts).tolist()
             self.num_failed, self.sum_of_failed = (round(n * divisor) for n in self._failures)
 
-    def told(self, on_gpu: Told) -> Told:
-        """What any rank has told; on a GPU, where it isn't read, what this one has."""
-        return on_gpu if self._failures is None else Told(*(n != 0 for n in self._failures))
+    def flags(self, on_gpu: Flags) -> Flags:
+        """Return those of any rank; on a GPU, where they aren't read, ``on_gpu``."""
+        return on_gpu if self._failures is None else Flags(*(n != 0 for n in self._failures))
 
     def used_by_any(self) -> Sequence[float]:
         """Return for each position a number above 0 if any rank had a gradient; waits for a GPU."""

@@ -21,7 +21,7 @@ from lockstep.grad.assign import FIRST_BUCKET_BYTES
 from lockstep.grad.bucket import Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
-from lockstep.grad.facts import Told
+from lockstep.grad.facts import Flags
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientTable
@@ -429,7 +429,7 @@ class Reducer:
             for parameter in table.sparse_parameters:
                 parameter.grad = None
             return failed_elsewhere(facts.num_failed, facts.sum_of_failed, self.process_group)
-        told = facts.told(on_gpu=Told(is_watched=False, is_to_tell=now.is_to_tell))
+        flags = facts.flags(on_gpu=Flags(is_watched=False, is_to_tell=now.is_to_tell))
         for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
@@ -441,14 +441,14 @@ class Reducer:
             if len(used) < len(table.named) and self._log.logs_unused:
                 unused = {*table.order} - {table.order[position] for position in used}
                 self._log.unused([table.named[index][0] for index in sorted(unused)])
-        self.last = self.last._replace(used_by_any=used_by_any, was_told=told.is_to_tell)
+        self.last = self.last._replace(used_by_any=used_by_any, was_told=flags.is_to_tell)
         for position in used:
             if (reduced := now.reduced_sparse.get(position)) is not None:
                 table.parameters[position].grad = reduced
             elif position not in table.sparse and not table.accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.contents.start)
-        if told.is_watched:
+        if flags.is_watched:
             for bucket in self._buckets:
                 bucket.sum_watched()
         for bucket in self._buckets:
@@ -477,9 +477,9 @@ class Reducer:
                     bucket.log_filled(self._log)
         if is_last:
             # All buckets are filled by now, so the facts are final.
-            told = Told(any(bucket.is_watched() for bucket in self._buckets), now.is_to_tell)
+            flags = Flags(any(bucket.is_watched() for bucket in self._buckets), now.is_to_tell)
             failed_rank = self.process_group.rank() if is_failed else None
-            bucket.write_facts(self.table.accumulated, told, failed_rank)
+            bucket.write_facts(self.table.accumulated, flags, failed_rank)
         # One hook after the other: a hook may launch a second collective when its first is done,
         # and collectives of two buckets must not interleave differently on each rank. Shown by
         # test_hooks_of_several_collectives_keep_their_order.

@@ -15,7 +15,7 @@ from lockstep.nn import autograd
 from lockstep.torch_private import _current_graph_task_id
 
 
-class Told(Protocol):
+class HookedEngine(Protocol):
     """An engine, as its hooks see it."""
 
     gradient_ready: Any  # called with the engine and the parameter
@@ -47,7 +47,7 @@ class ReadyHooks:
         queue: The gradients that the hooks have queued.
     """
 
-    def __init__(self, engine: Told) -> None:
+    def __init__(self, engine: HookedEngine) -> None:
         self.queue = ReadyQueue()
         self._engine = weakref.ref(engine)
         self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
@@ -87,7 +87,7 @@ class ReadyHooks:
                     autograd.hooks_of(parameter).call_others(parameter)
 
 
-def _gradient_hook(engine: weakref.ref[Told], queue: ReadyQueue) -> autograd.Hook:
+def _gradient_hook(engine: weakref.ref[HookedEngine], queue: ReadyQueue) -> autograd.Hook:
     # Local names are fast, and every gradient of every step passes here.
     current_task, parameters = _current_graph_task_id, queue.parameters
 

@@ -189,23 +189,23 @@ def trained_batches(found: RankSpans) -> bytearray:
     batches, trained = found.batches, bytearray(len(found.batches))
     backwards = iter(_starts(found.spans, ("backward", "average")))
     backward = next(backwards, None)
-    pending: dict[int, int] = {}  # by loader
+    loaded: dict[int, int] = {}  # by loader
     for index, batch in _in_time(batches):
         if batch.thread:
             trained[index] = batch.num_samples != END_OF_EPOCH
             continue
         if backward is not None and backward <= batch.time:
-            for each in pending.values():
+            for each in loaded.values():
                 trained[each] = True
-            pending.clear()
+            loaded.clear()
         while backward is not None and backward <= batch.time:
             backward = next(backwards, None)
         # Loaded without gradients, a batch is trained on only if a backward is what follows.
-        pending = {of: each for of, each in pending.items() if batches[each].with_gradients}
-        pending.pop(batch.loader, None)
+        loaded = {of: each for of, each in loaded.items() if batches[each].with_gradients}
+        loaded.pop(batch.loader, None)
         if batch.num_samples != END_OF_EPOCH:
-            pending[batch.loader] = index
-    for each in pending.values() if backward is not None else ():
+            loaded[batch.loader] = index
+    for each in loaded.values() if backward is not None else ():
         trained[each] = True
     return trained
 

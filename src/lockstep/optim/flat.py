@@ -15,7 +15,7 @@ from lockstep.comm import (
     all_gather_in_place,
     any_rank,
     bytes_of,
-    meet,
+    named_barrier,
     one_copy,
     ranks_with_one_copy,
     start_all_gather_in_place,
@@ -223,7 +223,7 @@ class FlatParameters:
         """
         if self._copy is None:
             return
-        meet(self.group, "begin of an update")
+        named_barrier(self.group, "begin of an update")
         self._copy.is_updated = True
         self._notes[self.group.rank()] = 2 * self._num_updates + 1
         self._changed = self._copy.changed()
@@ -246,7 +246,7 @@ class FlatParameters:
         """
         if self._copy is not None:
             self._notes[self.group.rank()] = 2 * self._num_updates + 2
-            meet(self.group, "end of an update")
+            named_barrier(self.group, "end of an update")
             self._copy.drop(self._changed)
             self._copy.is_updated = False
         elif not self._overlaps:

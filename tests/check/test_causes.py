@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep.check.batches import Part, global_batch, hashes_of_rows, repeated
-from lockstep.check.causes import Facts, known, suspects, verdict
+from lockstep.check.causes import Evidence, known, suspects, verdict
 from lockstep.check.command import Finding, _of_division
 from lockstep.check.compare import Comparison, Parting, Runs, compare
 from lockstep.check.locate import Value, first_difference
@@ -41,11 +41,11 @@ def step(value: float = 1.0, **facts: Any) -> Step:
     return Step(**(usual | facts))
 
 
-def facts(one: Step, other: Step, alone: Step | None = None, **more: Any) -> Facts:
+def evidence(one: Step, other: Step, alone: Step | None = None, **more: Any) -> Evidence:
     """Of a difference between ranks or, if ``alone`` is given, from one process."""
     parting = Parting("w", 1.0, 0.0, 1 if alone is None else None, 2)
     sites = more.pop("sites", {})
-    return Facts(parting._replace(**more), [one, other], alone or one, sites)
+    return Evidence(parting._replace(**more), [one, other], alone or one, sites)
 
 
 def compared(tmp_path: Path, *runs: list[Step], joins: bool = False) -> Comparison:
@@ -107,50 +107,53 @@ def test_weights_that_are_evaluated_are_compared(tmp_path: Path) -> None:
     found = compared(tmp_path, [step()], [step()], [step()])
     assert found.parting is not None
     assert found.parting.in_evaluation
-    one = facts(step(), step(), in_evaluation=True)
+    one = evidence(step(), step(), in_evaluation=True)
     assert "right after the step 'w' is alike" in known(one)[0]
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (facts(step(), step(options={"lr": 0.3})), Suspect.OPTIONS),
-        (facts(step(start={"w": torch.ones(1)}), step(start={"w": torch.zeros(1)})), Suspect.START),
-        (facts(step(), step(changed=["w"])), Suspect.CHANGES),
-        (facts(step(), step(2.0)), Suspect.AVERAGE),
-        (facts(step(), step(), sites={"no_sync": ["no_sync"]}), Suspect.SYNC),
-        (facts(step(), step(), step(options={"lr": 0.3})), Suspect.OPTIONS),
-        (facts(step(), of(3), step()), Suspect.ROWS),
-        (facts(step(), step(draws=True), step()), Suspect.DRAWS),
-        (facts(step(), step(), step(), sites={"BatchNorm": ["a"]}), Suspect.BATCH_NORM),
-        (facts(step(), step(), step()), Suspect.WORLD_SIZE),
+        (evidence(step(), step(options={"lr": 0.3})), Suspect.OPTIONS),
+        (
+            evidence(step(start={"w": torch.ones(1)}), step(start={"w": torch.zeros(1)})),
+            Suspect.START,
+        ),
+        (evidence(step(), step(changed=["w"])), Suspect.CHANGES),
+        (evidence(step(), step(2.0)), Suspect.AVERAGE),
+        (evidence(step(), step(), sites={"no_sync": ["no_sync"]}), Suspect.SYNC),
+        (evidence(step(), step(), step(options={"lr": 0.3})), Suspect.OPTIONS),
+        (evidence(step(), of(3), step()), Suspect.ROWS),
+        (evidence(step(), step(draws=True), step()), Suspect.DRAWS),
+        (evidence(step(), step(), step(), sites={"BatchNorm": ["a"]}), Suspect.BATCH_NORM),
+        (evidence(step(), step(), step()), Suspect.WORLD_SIZE),
     ],
 )
-def test_what_is_known_gives_reason_for_suspects(found: Facts, expected: Suspect) -> None:
+def test_what_is_known_gives_reason_for_suspects(found: Evidence, expected: Suspect) -> None:
     assert expected in suspects(found)
-    same = facts(step(), step(), None if found.parting.rank else step())
+    same = evidence(step(), step(), None if found.parting.rank else step())
     assert expected == Suspect.WORLD_SIZE or expected not in suspects(same)
     assert verdict(expected, found).cause
 
 
 def test_gradients_that_are_not_averaged() -> None:
     for parallel, words in (([], "isn't parallel"), (["v"], "outside"), (["w"], "each rank's own")):
-        found = facts(step(parallel=parallel), step(2.0))
+        found = evidence(step(parallel=parallel), step(2.0))
         assert words in verdict(Suspect.AVERAGE, found).cause
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (facts(step(), step(trained=["v"])), "has other parameters"),
-        (facts(step(trained=[]), step()), "no optimizer trains"),
-        (facts(step(), step()), "the same gradient of 'w', and update it in different ways"),
-        (facts(step(), step(2.0)), "different gradients"),
-        (facts(step(2.0), step(2.0), step()), "2 times those of one process"),
-        (facts(step(), step(), of(9)), "8 rows on all ranks together, and 9 in one process"),
+        (evidence(step(), step(trained=["v"])), "has other parameters"),
+        (evidence(step(trained=[]), step()), "no optimizer trains"),
+        (evidence(step(), step()), "the same gradient of 'w', and update it in different ways"),
+        (evidence(step(), step(2.0)), "different gradients"),
+        (evidence(step(2.0), step(2.0), step()), "2 times those of one process"),
+        (evidence(step(), step(), of(9)), "8 rows on all ranks together, and 9 in one process"),
     ],
 )
-def test_what_is_known_without_a_cause(found: Facts, words: str) -> None:
+def test_what_is_known_without_a_cause(found: Evidence, words: str) -> None:
     assert any(words in each for each in known(found))
 
 
