@@ -106,3 +106,26 @@ def test_steps_with_gradients_of_distributed_autograd_are_told_of(
     for said in lockstep.launch(steps_with_kept_gradients, 2, args=args):
         assert sum("keeps gradients to itself" in text for text in said) == 2 - by_hand, said
         assert by_hand or "DistributedOptimizer steps its parameters, with NAdam" in said[0], said
+
+
+def a_mean_in_a_context(world: lockstep.World, path: str) -> tuple[str, list[float]]:
+    from torch.distributed import autograd, rpc
+
+    model = lockstep.parallelize(nn.Linear(2, 1, bias=False))
+    begin_rpc(world, path)
+    x = torch.full((1, 2), 1.0 + world.rank)
+    with autograd.context(), pytest.raises(lockstep.errors.ModelError) as refused:
+        lockstep.mean(model(x))
+    lockstep.mean(model(x)).backward()
+    dist.barrier()
+    rpc.shutdown()
+    return str(refused.value), model.weight.grad.flatten().tolist()
+
+
+@pytest.mark.forks
+def test_a_mean_is_refused_where_distributed_autograd_would_keep_gradients(tmp_path: Path) -> None:
+    """RPC begins after the model is parallel; what steps the parameters needn't be seen then."""
+    args = (str(tmp_path / "store"),)
+    for refused, gradient in lockstep.launch(a_mean_in_a_context, 2, args=args):
+        assert "keeps gradients to itself" in refused
+        assert gradient == [1.5, 1.5]

@@ -91,6 +91,19 @@ def may_be_distributed() -> bool:
     return rpc is not None and bool(rpc._is_current_rpc_agent_set())
 
 
+def refuse_distributed_context(name: str) -> None:
+    """Raise in a context of ``torch.distributed.autograd``, for the parallel model ``name``."""
+    if not torch.is_grad_enabled():
+        return
+    from torch.distributed import autograd  # which RPC has imported
+
+    try:
+        autograd._current_context()
+    except RuntimeError:
+        return
+    raise ModelError(NOT_DISTRIBUTED % name)
+
+
 def refuse_distributed(parameter: torch.Tensor) -> object:
     """Refuse distributed backwards that reach ``parameter``, as long as the result is kept.
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
-from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed
+from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed, refuse_distributed_context
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
 from lockstep.nn.engine import Engine
 from lockstep.nn.samples import kept
@@ -126,23 +126,17 @@ def _refuse_distributed_autograd(module: nn.Module, _: object) -> None:
 
     Other forwards, as those of a method, are refused in the backward: its errors lose their text.
     """
-    if not torch.is_grad_enabled() or not _engines_of(module):
-        return
-    from torch.distributed import autograd  # which RPC has imported
-
-    try:
-        autograd._current_context()
-    except RuntimeError:
-        return
-    raise ModelError(NOT_DISTRIBUTED % type(module).__name__)
+    if _engines_of(module):
+        refuse_distributed_context(type(module).__name__)
 
 
 def _refuse_distributed_step(optimizer: Optimizer, engine: Engine) -> None:
     """Refuse steps of ``DistributedOptimizer``, with gradients that ``engine`` hasn't reduced.
 
-    Where RPC began after the model was made parallel, this is the first that lockstep learns of it;
-    from then on, backwards are refused before a step. What DistributedOptimizer compiles, such as
-    its SGD and Adam, calls no hook of steps, and isn't seen here.
+    Where RPC began after the model was made parallel, this is the first that lockstep learns of it,
+    unless the loss is a :func:`lockstep.mean`; from then on, backwards are refused before a step.
+    What DistributedOptimizer compiles, such as its SGD and Adam, calls no hook of steps, and isn't
+    seen here.
     """
     hook = hooks.register_module_forward_pre_hook, _refuse_distributed_autograd
     with _lock:

@@ -22,7 +22,13 @@ from lockstep.comm import (
 )
 from lockstep.errors import ModelError
 from lockstep.grad import MIB, Reducer
-from lockstep.nn.autograd import is_backward_of_replicas, reached, refuse_transforms
+from lockstep.nn.autograd import (
+    is_backward_of_replicas,
+    may_be_distributed,
+    reached,
+    refuse_distributed_context,
+    refuse_transforms,
+)
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.parallel_state import begun_batch, count_micro_batch, note_factor
 from lockstep.nn.replicas.group import (
@@ -156,7 +162,10 @@ def _sum_over_ranks(local: torch.Tensor, process_group: dist.ProcessGroup | None
     if group is not None:
         sync = backward_sync_of(group)
         sync.finish_failed()
-        for engine in sync.engines():
+        engines = sync.engines()
+        if engines and may_be_distributed():  # RPC may have begun after they were made
+            refuse_distributed_context("model")
+        for engine in engines:
             if engine.is_stale:  # its model has changed since its last forward
                 sync.refresh(engine)
         sum_announced(group, local)
