@@ -177,14 +177,14 @@ class Collectives:
             sources = [transport.at(r, each, dtype, numel) for r, each in enumerate(addresses)]
             reduction.into(tensor, sources)
             return
-        # Each rank combines its share of the elements for all; a second exchange ends it.
+        # Each rank combines its part of the elements for all; a second exchange ends it.
         address = transport.find(tensor)
-        step = self._slot_numel(dtype)
-        addresses = self._announce([tensor[:step]], address)
+        length = self._slot_numel(dtype)
+        addresses = self._announce([tensor[:length]], address)
         if not any(map(transport.is_staged, addresses)):
-            step = numel
-        for start in range(0, numel, step):
-            part = tensor[start : start + step]
+            length = numel
+        for start in range(0, numel, length):
+            part = tensor[start : start + length]
             if start:
                 address = None if address is None else transport.find(part)
                 addresses = self._announce([part], address)
@@ -195,8 +195,8 @@ class Collectives:
     ) -> None:
         """Combine a piece; all ranks get the result, or, where all have staged, ``root`` alone."""
         transport = self._transport
-        everyone, share = self._everyone(addresses, part), self._local_slice(part.numel())
-        mine = [whole[share] for whole in everyone]
+        everyone, local = self._everyone(addresses, part), self._local_slice(part.numel())
+        mine = [whole[local] for whole in everyone]
         all_staged = all(map(transport.is_staged, addresses))
         # If all ranks have staged, the result stays in the first one's slot, and each rank copies
         # it from there. A rank whose own tensor is in reach may change it after this call, so

@@ -1,9 +1,9 @@
 """Groups whose ranks are on several hosts: their transport, networks and collectives.
 
-Ranks of one host combine their tensors in shared memory. Then each rank exchanges its share of the
+Ranks of one host combine their tensors in shared memory. Then each rank exchanges its part of the
 result with the ranks of the same index on the other hosts, its column, so that a host sends each
 byte once, and all its network cards work; small tensors the first column alone, the hosts' leaders.
-Last, the ranks of a host take each other's shares. Collectives between single ranks (gather,
+Last, the ranks of a host take each other's parts. Collectives between single ranks (gather,
 scatter, reduce-scatter, all-to-all) go straight through the network of all ranks. Networks are
 Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 """
@@ -305,19 +305,19 @@ class HostsCollectives(Collectives):
             self.all_reduce(wide, reduction_for(dist.ReduceOp.AVG, wide.dtype))
             tensor.copy_(wide)
             return
-        step = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
-        self._local.all_reduce(tensor, step)
-        step = step._replace(factor=None)
+        local = reduction._replace(name="SUM") if reduction.name == "AVG" else reduction
+        self._local.all_reduce(tensor, local)
+        between = local._replace(factor=None)
         if tensor.nbytes <= _ONE_COLUMN_BYTES:
-            self._all_reduce_in(self._transport.leaders, tensor, step)
+            self._all_reduce_in(self._transport.leaders, tensor, between)
             self._after_network.broadcast(tensor, 0)
         else:
             num_columns, index = self._transport.num_columns, self._transport.local.rank
-            shares = tensor.split(-(-tensor.numel() // num_columns))
+            parts = tensor.split(-(-tensor.numel() // num_columns))
             # A rank that is in no column has none.
-            shares += (tensor[:0],) * (self._transport.local.size - len(shares))
-            self._all_reduce_in(self._transport.column, shares[index], step)
-            self._after_network.gather(shares, shares[index])
+            parts += (tensor[:0],) * (self._transport.local.size - len(parts))
+            self._all_reduce_in(self._transport.column, parts[index], between)
+            self._after_network.gather(parts, parts[index])
         if reduction.name == "AVG":
             reduction.divide(tensor, self._transport.size)
 
@@ -328,12 +328,12 @@ class HostsCollectives(Collectives):
                 self._all_reduce_slice(network, tensor[piece], reduction)
 
     def _all_reduce_slice(self, network: Network, part: Tensor, reduction: Reduction) -> None:
-        """Each rank of ``network`` combines its share of the elements, and sends that to all."""
+        """Each rank of ``network`` combines its part of the elements, and sends that to all."""
         each = -(-part.numel() // network.size)
-        shares = [part[i * each : (i + 1) * each] for i in range(network.size)]
-        local_numel = len(shares[network.rank])
+        parts = [part[i * each : (i + 1) * each] for i in range(network.size)]
+        local_numel = len(parts[network.rank])
         result = part.new_empty(each)
-        received = self._all_to_all(network, shares, [local_numel] * network.size)
+        received = self._all_to_all(network, parts, [local_numel] * network.size)
         reduction.into(result[:local_numel], received)
         part.copy_(self._all_gather(network, result).view(-1)[: part.numel()])
 

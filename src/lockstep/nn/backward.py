@@ -249,9 +249,9 @@ class BackwardSync:
         if len(engines) == 1 or self._engines.are_trained_together(engines):
             self._run_empty(engines[0])
 
-    def follow(self, engines: Sequence[Engine], step: Announced) -> None:
-        """Take a step of a backward of ranks that still have data, which they have announced."""
-        if step is Announced.BEGIN:
+    def follow(self, engines: Sequence[Engine], announced: Announced) -> None:
+        """Begin or end a backward of ranks that still have data, as they have announced."""
+        if announced is Announced.BEGIN:
             self._begin_all(BackwardPass(generation=self._generation), engines)
         else:
             self._finish()
@@ -276,11 +276,11 @@ class BackwardSync:
     ) -> tuple[set[Engine], bool]:
         return self._engines.on_any_rank(self._group, engines, fact)
 
-    def _announce(self, step: Announced, engines: Collection[Engine]) -> None:
-        """In join(), announce the next step to ranks without data."""
+    def _announce(self, announced: Announced, engines: Collection[Engine]) -> None:
+        """In join(), announce to ranks without data what comes next."""
         join_state = join_state_of(self._group)
         if join_state is not None and join_state.is_active:
-            join_state.call(step, join_state.mask(engines))
+            join_state.call(announced, join_state.mask(engines))
 
     def _begin_all(self, backward: BackwardPass, engines: Sequence[Engine]) -> None:
         self._backward = backward

@@ -148,12 +148,12 @@ class Buffers:
         Buffers of ``leave_out``, which are modules with engines of their own, are left alone, and
         so are those of the names ``ignored``.
         """
-        others = {id(part) for other in leave_out for part in other.modules()}
+        others = {id(each) for other in leave_out for each in other.modules()}
         self._slots = [
-            _Slot(weakref.ref(part), attribute, name, policy)
-            for path, part in module.named_modules()
-            if id(part) not in others
-            for attribute in part._buffers.keys()  # noqa: SIM118 - scripted ones can't be iterated
+            _Slot(weakref.ref(each), attribute, name, policy)
+            for path, each in module.named_modules()
+            if id(each) not in others
+            for attribute in each._buffers.keys()  # noqa: SIM118 - scripted ones can't be iterated
             if (name := f"{path}.{attribute}" if path else attribute) not in ignored
             and (policy := policy_of(name, policies)) != "local"
         ]

@@ -440,7 +440,7 @@ class DistributedDataParallel(
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "static_graph": self.static_graph,
-            "has_sync_bn": any(isinstance(part, sync_norms) for part in self.module.modules()),
+            "has_sync_bn": any(isinstance(each, sync_norms) for each in self.module.modules()),
             "is_multi_device_module": len({parameter.device for parameter in parameters}) > 1,
         }
 

@@ -106,7 +106,7 @@ class Engine:
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)
         # The module and all modules in it.
-        self.parts: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
         self._inner = weakref.WeakSet(inner)
         self._options = options

@@ -75,7 +75,7 @@ def mark_stale(engine: Engine) -> None:
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
-    return [engine for engine in all_engines() if module in engine.parts]
+    return [engine for engine in all_engines() if module in engine.modules]
 
 
 @uncompiled
@@ -87,7 +87,7 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         _leave_to_torch(value)
     for engine in _engines_of(module):
         if isinstance(value, nn.Module):
-            engine.parts.update(value.modules())
+            engine.modules.update(value.modules())
         mark_stale(engine)
 
 

@@ -54,7 +54,7 @@ class UnevenLoop(JoinState):
         try:
             if error is None:
                 finish_failed(self._group)
-            while error is None and self.follow_step() is not Announced.THROUGH:
+            while error is None and self.follow_announced() is not Announced.THROUGH:
                 pass
         finally:
             self.close()
@@ -74,29 +74,29 @@ class UnevenLoop(JoinState):
         self._members += engines
         self.models.append(engines)
 
-    def follow_step(self) -> Announced:
-        """Take part in the next step of the ranks that still have data, and return it."""
+    def follow_announced(self) -> Announced:
+        """Take part in the next collective of the ranks that still have data, and return it."""
         announcement = self.call(Announced.THROUGH)
-        step = announcement.kind
-        if step in (Announced.GATHER, Announced.SUM):
+        kind = announcement.kind
+        if kind in (Announced.GATHER, Announced.SUM):
             self.follow(announcement)
-            return step
-        if step is Announced.UPDATE:
+            return kind
+        if kind is Announced.UPDATE:
             self.follow_update(announcement)
-            return step
+            return kind
         bits = enumerate(self._members)
         engines: list[Engine] = [one for bit, one in bits if announcement.detail >> bit & 1]
-        if step is Announced.BEGIN and engines:
+        if kind is Announced.BEGIN and engines:
             self._restore = self._restore or [*map(_save_gradients, self._members)]
             for engine in self._members:
                 if not engine.reducer.table.has_unreduced:
                     for parameter in engine.parameters:
                         parameter.grad = None
-        if step in (Announced.BEGIN, Announced.END) and engines:
-            backward_sync_of(self._group).follow(engines, step)
-        if step in (Announced.END, Announced.NOTHING):
+        if kind in (Announced.BEGIN, Announced.END) and engines:
+            backward_sync_of(self._group).follow(engines, kind)
+        if kind in (Announced.END, Announced.NOTHING):
             self._done.update(engines)
-        return step
+        return kind
 
     def close(self) -> None:
         """End the announcements, and restore the gradients of this rank's last step with data."""
@@ -152,7 +152,7 @@ class _JoinedModels(UnevenLoop):
     def follow_iteration(self, engines: Sequence[Engine]) -> None:
         """Take part until the model of ``engines`` is done with the iteration on other ranks."""
         while not self._done.issuperset(engines):
-            if self.follow_step() is Announced.THROUGH:
+            if self.follow_announced() is Announced.THROUGH:
                 break
         self._done.difference_update(engines)
 

@@ -286,7 +286,7 @@ def attach(
         ModelError: If the module can't be made parallel, on this rank or on another.
     """
     group = group if group is not None and group.size() > 1 else None
-    inner = {part: state for part in module.modules() if (state := _states.get(part)) is not None}
+    inner = {each: state for each in module.modules() if (state := _states.get(each)) is not None}
     previous = _find_state_around(module) if owner is not module else None
     refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
     engines = previous.engines if previous is not None else []
@@ -360,8 +360,8 @@ def _refusal(
             f"This {kind} is parallel already. Go on with it as it is: parallelize() is called "
             "once for each model, and changes it in place."
         )
-    for name, part in module.named_modules():
-        if isinstance(part, TORCHS_WRAPPERS) and not isinstance(part, Wrapper):
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, TORCHS_WRAPPERS) and not isinstance(submodule, Wrapper):
             where = f"its part {name!r}" if name else "it"
             return AlreadyParallel(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "

@@ -124,9 +124,9 @@ class SyncBatchNorm(_BatchNorm):
         check_module(module)
         check_process_group(process_group)
         converted: dict[nn.Module | None, nn.Module] = {
-            part: cls._converted(part, process_group)
-            for part in module.modules()
-            if isinstance(part, _BatchNorm)
+            norm: cls._converted(norm, process_group)
+            for norm in module.modules()
+            if isinstance(norm, _BatchNorm)
         }
         for parent in list(module.modules()):
             for name, child in parent._modules.items():

@@ -22,7 +22,7 @@ def parameters_outside(
     module: nn.Module, inner: Collection[nn.Module], ignored: Collection[str]
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of ``module`` with names, but for ``ignored`` and ``inner`` ones'."""
-    others = {id(p) for part in inner for p in part.parameters()}
+    others = {id(p) for other in inner for p in other.parameters()}
     named = module.named_parameters()
     return [(n, p) for n, p in named if id(p) not in others and n not in ignored]
 
@@ -82,12 +82,12 @@ class TrackedParameters:
 
         What is put there directly, as by conversions that overwrite parameters, calls no hook.
         """
-        others = {part for each in inner for part in each.modules()}
-        parts = [part for part in module.modules() if part not in others]
-        parts = [part for part in parts if isinstance(part._modules, dict)]  # not scripted ones
-        # Modules are held weakly: a part may refer to the whole.
-        self._weak_parts = [*map(weakref.ref, parts)]
-        self._parameter_dicts = [part._parameters for part in parts]
+        others = {each for one in inner for each in one.modules()}
+        modules = [each for each in module.modules() if each not in others]
+        modules = [each for each in modules if isinstance(each._modules, dict)]  # not scripted ones
+        # Modules are held weakly: one of them may refer to the whole.
+        self._weak_modules = [*map(weakref.ref, modules)]
+        self._parameter_dicts = [each._parameters for each in modules]
         self._placed = self._in_places()
 
     def are_in_places(self) -> bool:
@@ -96,10 +96,10 @@ class TrackedParameters:
 
     def _in_places(self) -> list[int]:
         """Return the id() of each parameter and module, by place; nothing if a module is gone."""
-        parts = [each() for each in self._weak_parts]
-        if None in parts:
+        modules = [each() for each in self._weak_modules]
+        if None in modules:
             return []
-        dicts: list[Any] = [*self._parameter_dicts, *map(_modules_of, parts)]
+        dicts: list[Any] = [*self._parameter_dicts, *map(_modules_of, modules)]
         return [*map(id, chain.from_iterable(map(dict.values, dicts)))]
 
 
@@ -110,13 +110,13 @@ def _describe(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[object, .
 
 def sparse_indices(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return the indices of ``parameters`` of ``module`` that have sparse gradients."""
-    tables = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     sparse = {id(table.weight) for table in tables if table.sparse}
     return [index for index, parameter in enumerate(parameters) if id(parameter) in sparse]
 
 
 def _sums_in_backward(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether a SyncBatchNorm in ``module``, ours or torch's, is over ``group`` itself."""
-    norms = [vars(part) for part in module.modules() if isinstance(part, _BatchNorm)]
+    norms = [vars(each) for each in module.modules() if isinstance(each, _BatchNorm)]
     groups = [norm["process_group"] for norm in norms if "process_group" in norm]
     return any((dist.group.WORLD if each is None else each) is group for each in groups)

@@ -89,11 +89,11 @@ def refusal_of_divided(module: nn.Module, left_out: Collection[str] = ()) -> Alr
     """
     named = dict(_kept_in_step(module, left_out))
     reasons = [f"{name!r} is {form}" for name, t in named.items() if (form := divided_by_torch(t))]
-    for name, part in module.named_modules():
-        is_fsdp = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__)
-        if is_fsdp and any(one.startswith(name) for one in named):
+    for name, submodule in module.named_modules():
+        kinds = [kind.__name__ for kind in type(submodule).__mro__]
+        if "FullyShardedDataParallel" in kinds and any(one.startswith(name) for one in named):
             where = f"its part {name!r}" if name else "it"
-            reasons.append(f"{where} is divided among ranks, as a {type(part).__name__}")
+            reasons.append(f"{where} is divided among ranks, as a {kinds[0]}")
     if not reasons:
         return None
     return AlreadyParallel(

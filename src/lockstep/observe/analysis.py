@@ -234,7 +234,7 @@ def _times_of(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> StepTi
     between: Counter[tuple[str, str]] = Counter()
     # Around a step there are others, that end with their optimizer.
     edge = [(0, 0, "optimizer")]
-    parts = itertools.chain(edge, pieces(step.start, step.spans, step.stop), edge)
+    parts = itertools.chain(edge, intervals(step.start, step.spans, step.stop), edge)
     (_, _, before), (begin, end, name) = next(parts), next(parts)
     for after_begin, after_end, after in parts:
         phase = _PHASES_OF_SPANS.get(name, name)
@@ -272,7 +272,7 @@ def _times_of(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> StepTi
     )
 
 
-def pieces(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[int, int, str]]:
+def intervals(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[int, int, str]]:
     """Cut the time from ``start`` to ``stop`` up by the innermost span, or "other" where is none.
 
     The spans are nested, and sorted by their starts.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.observe.analysis import (
     StepTimes,
     buckets_by_step,
-    pieces,
+    intervals,
     spans_by_step,
     spans_within,
     waits_among,
@@ -80,15 +80,15 @@ class RankStep(NamedTuple):
 
     def timeline(self) -> Timeline:
         """Return the step by the rank's own clock."""
-        parts = [*pieces(self.times.start, self.spans, self.times.stop)]
-        starts = [start for start, _, _ in parts]
+        spans = [*intervals(self.times.start, self.spans, self.times.stop)]
+        starts = [start for start, _, _ in spans]
         sums = [(0, 0)]
-        for start, stop, name in parts:
+        for start, stop, name in spans:
             sums.append(_later(sums[-1], name, stop - start))
 
         def at(time: int) -> tuple[float, float]:
             index = max(0, bisect_right(starts, time) - 1)
-            shrinking, fixed = _later(sums[index], parts[index][2], time - starts[index])
+            shrinking, fixed = _later(sums[index], spans[index][2], time - starts[index])
             return shrinking / 1e9, fixed / 1e9
 
         marks = [(launched, Kind.LAUNCH, wait.num_bytes) for launched, wait in self.buckets]

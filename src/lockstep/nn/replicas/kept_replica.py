@@ -38,7 +38,7 @@ class KeptReplica:
 
     def __init__(self, original: nn.Module, device: torch.device, *, shares_buffers: bool) -> None:
         self.device = device
-        self.parts = [*original.modules()]
+        self.modules = [*original.modules()]
         self.leaves: list[torch.Tensor] = []  # the replica's parameters
         self.buffers: list[torch.Tensor] = []  # empty if it uses the module's
         self._copy = ModuleCopy(original)
@@ -49,7 +49,7 @@ class KeptReplica:
     def update(self, state: ModuleState) -> None:
         """Bring the replica to the state of the module."""
         earlier, self._copies = self._copies, {}
-        linked = linked_embeddings_in(state.parts)
+        linked = linked_embeddings_in(state.modules)
         for original in state.parameters:
             copy = earlier.get(id(original))
             if not isinstance(copy, _Leaf) or not copy.is_current(original):

@@ -30,13 +30,13 @@ class ModuleCopy:
     """
 
     def __init__(self, original: nn.Module) -> None:
-        for part in original.modules():
-            if isinstance(part, torch.jit.ScriptModule):
+        for submodule in original.modules():
+            if isinstance(submodule, torch.jit.ScriptModule):
                 raise TypeError(
                     f"{type(original).__name__} can't be replicated: it has a ScriptModule in it, "
                     "whose parameters can't be replaced. Replicate what that was made from."
                 )
-        self._pairs = [(part, type(part).__new__(type(part))) for part in original.modules()]
+        self._pairs = [(each, type(each).__new__(type(each))) for each in original.modules()]
         self._copies: dict[nn.Module | None, nn.Module] = dict(self._pairs)
         self.module = self._copies[original]
 
@@ -51,7 +51,7 @@ class ModuleCopy:
             for kind in ("_parameters", "_buffers"):
                 state[kind] = {name: tensors.get(id(t), t) for name, t in state[kind].items()}
             state["_modules"] = {
-                name: self._copies.get(part, part) for name, part in state["_modules"].items()
+                name: self._copies.get(each, each) for name, each in state["_modules"].items()
             }
             if isinstance(original, nn.RNNBase):
                 weights = state["_parameters"]
@@ -70,7 +70,7 @@ class ModuleCopy:
 class ModuleState(NamedTuple):
     """The submodules and tensors of a module at the time of a call."""
 
-    parts: list[nn.Module]  # it and its submodules
+    modules: list[nn.Module]  # it and its submodules
     parameters: list[torch.Tensor]  # and buffers that require a gradient
     buffers: list[torch.Tensor]  # all others
     versions: list[object]  # for each buffer an object that differs once the buffer has changed
@@ -78,27 +78,27 @@ class ModuleState(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         """The state of ``module`` now."""
-        parts = list(module.modules())
-        parameters, buffers = _tensors_of(parts, "_parameters"), _tensors_of(parts, "_buffers")
+        modules = list(module.modules())
+        parameters, buffers = _tensors_of(modules, "_parameters"), _tensors_of(modules, "_buffers")
         parameters += [buffer for buffer in buffers if buffer.requires_grad]
         buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         # Normalization layers write statistics without incrementing their version. Shown by
         # test_statistics_are_those_of_the_last_call.
         counting = {
             id(buffer)
-            for part in parts
-            if part.training and isinstance(part, _NormBase)
-            for buffer in part._buffers.values()
+            for each in modules
+            if each.training and isinstance(each, _NormBase)
+            for buffer in each._buffers.values()
         }
         versions = [
             object() if id(buffer) in counting else version_of(buffer) for buffer in buffers
         ]
-        return cls(parts, parameters, buffers, versions)
+        return cls(modules, parameters, buffers, versions)
 
 
-def _tensors_of(parts: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
-    """Each of the ``"_parameters"`` or ``"_buffers"`` of ``parts``, once."""
-    found = {id(tensor): tensor for part in parts for tensor in part.__dict__[kind].values()}
+def _tensors_of(modules: Sequence[nn.Module], kind: str) -> list[torch.Tensor]:
+    """Each of the ``"_parameters"`` or ``"_buffers"`` of ``modules``, once."""
+    found = {id(tensor): tensor for each in modules for tensor in each.__dict__[kind].values()}
     return [tensor for tensor in found.values() if tensor is not None]
 
 
@@ -158,11 +158,11 @@ def replicate(network: Network, devices: Sequence[Device], detach: bool = False)
         ValueError: If a device doesn't exist, or a parameter has no shape yet.
     """
     check_module(network, "network")
-    parts = list(network.modules())
-    parameters, buffers = _tensors_of(parts, "_parameters"), _tensors_of(parts, "_buffers")
+    modules = list(network.modules())
+    parameters, buffers = _tensors_of(modules, "_parameters"), _tensors_of(modules, "_buffers")
     _check_shapes([*parameters, *buffers])
     replicas = []
-    linked = linked_embeddings_in(parts)
+    linked = linked_embeddings_in(modules)
     is_taken: set[int] = set()
     for device in as_devices(devices, "devices"):
         replica = ModuleCopy(network)
@@ -206,13 +206,13 @@ class LinkedEmbedding(nn.Parameter):
             return run(*args, **(kwargs or {}))
 
 
-def linked_embeddings_in(parts: Sequence[nn.Module]) -> set[int]:
-    """The ``id()`` of those weights in ``parts`` whose rows depend on all replicas' lookups."""
+def linked_embeddings_in(modules: Sequence[nn.Module]) -> set[int]:
+    """The ``id()`` of those weights in ``modules`` whose rows depend on all replicas' lookups."""
     return {
-        id(part.weight)
-        for part in parts
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-        and (part.max_norm is not None or part.scale_grad_by_freq)
+        id(each.weight)
+        for each in modules
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        and (each.max_norm is not None or each.scale_grad_by_freq)
     }
 
 

@@ -68,7 +68,7 @@ class Replicas:
 
     def _update(self, module: nn.Module, state: ModuleState, count: int) -> list[KeptReplica]:
         """Update the first ``count`` replicas to ``state``; return them."""
-        if not self._replicas or self._replicas[0].parts != state.parts:
+        if not self._replicas or self._replicas[0].modules != state.modules:
             self._replicas = [
                 KeptReplica(module, device, shares_buffers=not (self._averages_buffers or index))
                 for index, device in enumerate(self._devices)
