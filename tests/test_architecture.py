@@ -75,7 +75,7 @@ SHELVES = {
         "world": 2_520,
         "grad": 2_900,
         "nn": 7_350,
-        "launcher": 4_300,
+        "launcher": 5_300,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

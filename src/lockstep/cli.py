@@ -318,6 +318,14 @@ def _parser() -> argparse.ArgumentParser:
         "Ctrl-C has asked them to; by default 30. Then, or at a second Ctrl-C, they are killed. "
         "After a rank has failed, the others have 3 at most.",
     )
+    run.option(
+        "--restarts N",
+        "When a rank fails, start all ranks again, at once, from a process that has imported torch "
+        "already; up to N times in a row without progress. Exit codes: 0 done, 75 stopped and "
+        "saved, start it again; 76 don't: it failed alike N times, or never began.",
+    )
+    run.option("--max-restarts N", "The same, as torchrun calls it.", dest="restarts")
+    run.option("--max_restarts", hidden, dest="restarts")
     run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
     run.option(
         "--node-rank R",
@@ -414,6 +422,10 @@ def _run(
     **options: Any,
 ) -> None:
     if check is not None:
+        if "restarts" in options:
+            raise BadLaunch(
+                "--check compares steps, and starts nothing again. Leave --restarts out."
+            )
         from lockstep.check import check as check_program
 
         sys.exit(check_program(check, float64=float64, **options))

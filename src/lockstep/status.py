@@ -244,6 +244,11 @@ class RunStatus:
         memory[: len(data)] = data
         return cls(memory)
 
+    def clear(self) -> None:
+        """Forget what ranks did that have ended: others are started in their places."""
+        first = len(self._memory) - len(self.ranks) * _RANK_BYTES
+        self._memory[first:] = bytes(len(self.ranks) * _RANK_BYTES)
+
     @property
     def facts(self) -> dict[str, Any]:
         """The supervisor's process id, its program, and when it began, by now(); or nothing."""

@@ -250,7 +250,7 @@ def test_help_names_every_option(path: list[str]) -> None:
     for action in parser._actions:
         for option in action.option_strings:
             assert (
-                option == "--nproc_per_node"
+                option in ("--nproc_per_node", "--max_restarts")
                 or f" {option} " in parser.format_help()
                 or (f" {option}, " in parser.format_help())
             )

@@ -76,6 +76,8 @@ class Failure:
     signal: int | None = None  # the number of the signal that ended the rank
     refusal: str | None = None  # the whole message, if the program couldn't be started
     silent: Silent | None = None
+    # Whether the program hadn't come to init(), and would fail alike: an import, a usage.
+    is_of_start: bool = False
     missed: tuple[int, ...] = ()  # the ranks, of any host, for which it waited until its timeout
     last_words: str = ""  # the end of its stderr, which is all there is of a crash
 
@@ -100,7 +102,7 @@ class Failure:
 class Outcome:
     """The outcome of a job; from ``rank`` on, the rank to blame and its failure."""
 
-    exit_status: int  # the exit code for the whole run
+    exit_status: int  # the exit code of what is to blame, and of the whole run
     results: tuple[bytes, ...] = ()  # each rank's, pickled, if all went well
     message: str | None = None  # to the user, if it didn't
     rank: int | None = None
@@ -108,6 +110,9 @@ class Outcome:
     traceback: str | None = None
     at_seconds: float = 0.0  # of the failure, by this host's time.monotonic()
     lost_a_peer: bool = False
+    run_status: int | None = None  # the exit code of the whole run, if that is another one
+    reason: str = ""  # of the failure, in a few words: the same if the same happens again
+    is_of_start: bool = False  # whether the program never began
     # What to blame if all failures are of ranks that have lost a peer, maybe on other hosts.
     suspect: Outcome | None = None
 
@@ -164,6 +169,8 @@ def failure_outcome(
         traceback=culprit.traceback,
         at_seconds=culprit.at_seconds,
         lost_a_peer=culprit.lost_a_peer,
+        reason=_reason(culprit),
+        is_of_start=culprit.is_of_start or culprit.refusal is not None,
     )
 
 
@@ -243,6 +250,16 @@ def how(failure: Failure) -> str:
     return f"exit code {failure.exit_code}"
 
 
+def _reason(failure: Failure) -> str:
+    if failure.signal is not None:
+        return signal_name(failure.signal)
+    if failure.told is not None and failure.told.error:
+        return failure.told.error
+    if failure.silent is not None:
+        return "it stood still" if failure.silent is Silent.STOPPED else "it left early"
+    return f"exit code {failure.exit_code}"
+
+
 def _ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -251,8 +268,13 @@ def _ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def failure_by(error: BaseException, rank: int, *, of_function: bool) -> Failure:
-    """The failure of ``rank``, whose program or function was ended by ``error``."""
+def failure_by(
+    error: BaseException, rank: int, *, of_function: bool, has_met: bool = True
+) -> Failure:
+    """The failure of ``rank``, whose program or function was ended by ``error``.
+
+    ``has_met`` is whether it had met the others, as by init().
+    """
     code, now = 1, time.monotonic()
     if isinstance(error, SystemExit):
         code = exit_code_of(error, of_function=of_function)
@@ -260,7 +282,8 @@ def failure_by(error: BaseException, rank: int, *, of_function: bool) -> Failure
         code = 128 + signals.SIGINT
     option, attribute = "--full-traceback shows", "the error's attribute traceback has"
     told = _tell(error, f"{attribute if of_function else option} them")
-    return Failure(rank, now, code, told, missed=_missed(error))
+    never_began = isinstance(error, (ImportError, SyntaxError, SystemExit)) and not has_met
+    return Failure(rank, now, code, told, is_of_start=never_began, missed=_missed(error))
 
 
 def _missed(error: BaseException | None) -> tuple[int, ...]:

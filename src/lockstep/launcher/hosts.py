@@ -76,6 +76,7 @@ class Host:
         self._number, self._num_hosts = 0, 1
         self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
         self._has_come = False  # whether other hosts know of this one
+        self._store_file: int | None = None  # of the ranks of one host
         logs = job.num_ranks if job.log_dir is not None else 0
         self._num_descriptors = _NUM_OWN + logs  # that are to be opened after this
         if job.meeting is None:
@@ -103,7 +104,8 @@ class Host:
         # file instead, which is open in this process alone: see use_store_of_run(). The port is
         # for programs that open something there themselves.
         processes.check_descriptors(_NUM_ALONE + self._num_descriptors)
-        path = f"/proc/{os.getpid()}/fd/{memory_file('lockstep-store')}"
+        self._store_file = memory_file("lockstep-store")
+        path = f"/proc/{os.getpid()}/fd/{self._store_file}"
         run_id = uuid.uuid4().hex
         return Placement(Starter.LOCKSTEP, 0, size, 0, size, _free_port(), run_id, path)
 
@@ -246,6 +248,11 @@ class Host:
         for host in hosts[1:]:
             self._is_gone(host, meeting)  # its connection is kept
         return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
+
+    def close(self) -> None:
+        """Close the store of ranks that have ended."""
+        if self._store_file is not None:
+            os.close(self._store_file)
 
     def interrupt(self, number: int) -> None:
         """Have the ranks of all hosts end by this signal, which came to this launcher."""

@@ -71,6 +71,8 @@ class Job(NamedTuple):
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     # Between a signal that asks ranks to end and SIGKILL; None for what suits the reason.
     grace_seconds: float | None = None
+    # How often the ranks may fail without progress, and are started again.
+    restarts: int = 0
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
     # end-of-file means that it has ended. None: the outcome is printed.
     caller: int | None = None
@@ -101,6 +103,7 @@ def job_of(
     full_traceback: bool = False,
     live: bool = True,
     grace: str | None = None,
+    restarts: str | None = None,
     nnodes: str = "1",
     **meeting: str,
 ) -> Job:
@@ -140,6 +143,7 @@ def job_of(
         full_traceback=full_traceback,
         live=live,
         grace_seconds=check_grace(grace),
+        restarts=check_restarts(restarts, num_hosts),
     )
 
 
@@ -190,6 +194,24 @@ def check_grace(value: object) -> float | None:
             "ranks have to end by themselves."
         )
     return seconds
+
+
+def check_restarts(value: object, num_hosts: int = 1) -> int:
+    """``value`` as a number of restarts, by default 0.
+
+    Raises:
+        BadLaunch: If it is none, or the ranks of several hosts are to be started again.
+    """
+    if value is None:
+        return 0
+    advice = "It is how often ranks may fail without progress, and are started again."
+    number = whole_number(value, "The number of restarts", advice, at_least=0)
+    if number and num_hosts > 1:
+        raise BadLaunch(
+            f"--restarts {number} is for runs on one host, and --nnodes is {num_hosts}. Leave one "
+            "of them out."
+        )
+    return number
 
 
 def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None:

@@ -207,6 +207,12 @@ class Console:
             self._writers[destination].put(labeller.finish())
         for log_file in self._log_files.values():
             os.close(log_file)
+        self._log_files, self._prompts = {}, {}
+        self._splitters.clear()
+
+    def begin_anew(self, log_files: dict[int, int], live: Live | None) -> None:
+        """Take the output of ranks that are started again, after :meth:`close`."""
+        self._log_files, self._live = log_files, live
 
     def is_full(self, destination: int) -> bool:
         """Whether ranks' output that goes there is to be left in their pipes for now."""
@@ -279,8 +285,10 @@ def _label(rank: int) -> bytes:
     return b"[rank %d] " % rank
 
 
-def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
+def open_log_files(directory: str | None, ranks: range, restarts: int = 0) -> dict[int, int]:
     """Create ``directory`` and a ``rank-R.log`` in it for each rank; return their descriptors.
+
+    Of ranks that were started again, they have names of their own: ``rank-R.restart-K.log``.
 
     Raises:
         BadLaunch: If the directory or a file can't be created.
@@ -289,7 +297,8 @@ def open_log_files(directory: str | None, ranks: range) -> dict[int, int]:
         return {}
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        files = {rank: open_to_write(Path(directory) / f"rank-{rank}.log") for rank in ranks}
+        end = f".restart-{restarts}.log" if restarts else ".log"
+        files = {rank: open_to_write(Path(directory) / f"rank-{rank}{end}") for rank in ranks}
         for file in files.values():
             os.ftruncate(file, 0)
         return files

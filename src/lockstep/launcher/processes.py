@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
@@ -33,11 +34,13 @@ SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
 # Reports mostly arrive within 10 ms, but a death by signal, which may be the cause of them, is
 # known only when the kernel has torn the process down.
 _JUDGING_SECONDS = 0.2
+# The same, if they are started again, and one failure is known that no other rank's explains.
+_QUICK_JUDGING_SECONDS = 0.02
 _GIVE_UP_SECONDS = 5.0
 _SILENT_SECONDS = 3.0  # until it is told who is waited for
 _SWEEP_SECONDS = 1.0
 _LEAST_SWEEP_POLLS = 25  # however late they come: the machine may stand still
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _QUICK_POLL_SECONDS = 0.02, 0.001
 _GOODBYE = b"."
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -162,9 +165,9 @@ def children() -> list[int]:
     return [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
 
 
-def sweep(spare: set[int]) -> None:
+def sweep(spare: set[int], *, at_once: bool = False) -> None:
     """End all descendants but ``spare`` and theirs: by SIGTERM, and after a while by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in [signal.SIGKILL] if at_once else [signal.SIGTERM, signal.SIGKILL]:
         asked: set[int] = set()
         num_polls, deadline = 0, Deadline(_SWEEP_SECONDS)
         while num_polls < _LEAST_SWEEP_POLLS or deadline.left():
@@ -174,7 +177,7 @@ def sweep(spare: set[int]) -> None:
             for pid in left - asked:
                 send_signal(pid, number)
             asked |= left
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_QUICK_POLL_SECONDS if at_once else _POLL_SECONDS)
 
 
 def _descendants(spare: set[int]) -> set[int]:
@@ -217,7 +220,7 @@ def check_descriptors(number: int) -> None:
             os.close(descriptor)
 
 
-class Guardian:
+class Guardian(NamedTuple):
     """A forked process that ends the ranks' process ``groups`` if this process is killed.
 
     The kernel ends the ranks themselves (see :func:`end_with_parent`), but not the processes that
@@ -226,10 +229,15 @@ class Guardian:
     the reader of a pipe waiting for its end-of-file. So it is to be forked after the ranks.
     """
 
-    def __init__(self, groups: Collection[int]) -> None:
-        listening, self._lifeline = os.pipe()
-        self.pid = fork()
-        if self.pid == 0:
+    pid: int
+    lifeline: int  # a descriptor, to be open in the launcher alone
+
+    @classmethod
+    def start(cls, groups: Collection[int]) -> Guardian:
+        """Fork it."""
+        listening, lifeline = os.pipe()
+        pid = fork()
+        if pid == 0:
             try:
                 os.setsid()
                 for number in SIGNALS:
@@ -246,12 +254,13 @@ class Guardian:
             finally:  # never return into the caller's code
                 os._exit(0)
         os.close(listening)
+        return cls(pid, lifeline)
 
     def dismiss(self) -> None:
         """Let the process end, and wait for its end."""
         with contextlib.suppress(BrokenPipeError):  # it was killed
-            os.write(self._lifeline, _GOODBYE)
-        os.close(self._lifeline)
+            os.write(self.lifeline, _GOODBYE)
+        os.close(self.lifeline)
         reap(self.pid)
 
 
@@ -274,6 +283,10 @@ class SignalPipe:
         for descriptor in self.descriptors:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
+        self.listen()
+
+    def listen(self) -> None:
+        """Have signals arrive here, in place of other handlers."""
         handle(SIGNALS, lambda number, frame: None)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
@@ -319,9 +332,10 @@ def handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], 
             signal.signal(number, handler)
 
 
-# A signal to send to the ranks, TELL or None, and the seconds until the next action is due.
+# A signal to send to the ranks, TELL, JUDGE or None, and the seconds until the next action is due.
 Action = tuple[int | None, float]
 TELL = 0  # who is still waited for
+JUDGE = -1  # go on at once if it is known what failed first
 
 AT_ONCE: list[Action] = [(signal.SIGKILL, _GIVE_UP_SECONDS)]
 
@@ -331,6 +345,12 @@ def after_failure(grace_seconds: float) -> list[Action]:
     # In two parts: if this process stood still for the first, the second is left.
     judging = [(None, _JUDGING_SECONDS / 2)] * 2
     return [*judging, *after_signal(signal.SIGTERM, grace_seconds)]
+
+
+def after_failure_at_once() -> list[Action]:
+    """The same, if the ranks are to be started again: they have nothing to save."""
+    rest = _JUDGING_SECONDS - _QUICK_JUDGING_SECONDS
+    return [(None, _QUICK_JUDGING_SECONDS), (JUDGE, rest), *AT_ONCE]
 
 
 def after_signal(number: int, grace_seconds: float) -> list[Action]:
@@ -362,6 +382,10 @@ class Escalation:
             self._due_at = now + seconds
             signals += [] if number is None else [number]
         return signals
+
+    def skip(self) -> None:
+        """Have the next action due now."""
+        self._due_at = 0.0
 
     def seconds_left(self, now: float) -> float | None:
         """How long until the next action is due; None if all were taken, and their time is up."""

@@ -60,11 +60,11 @@ def run_rank(
     the supervisor's own, ``signal_mask`` the signals to block, as when the supervisor was started.
     The supervisor and ``lockstep status`` see in ``status`` what the rank does.
     """
-    end_with_parent(supervisor, signal.SIGKILL)
     with connection.makefile("rb") as file:
         line = file.readline()
     if not line:  # the supervisor has ended
         os._exit(1)
+    end_with_parent(supervisor, signal.SIGKILL)  # not before: it may have adopted this process
     environment = json.loads(line)
     rank = int(environment["RANK"])
     reads_stdin = rank == job.stdin_rank
@@ -177,7 +177,7 @@ def _run(
     except KeyboardInterrupt:
         return Failure(rank, time.monotonic(), 128 + signal.SIGINT), None
     except SystemExit as error:
-        failure = failure_by(error, rank, of_function=is_call)
+        failure = failure_by(error, rank, of_function=is_call, has_met=_has_met())
         return failure if failure.exit_code else None, None
     except BaseException as error:  # all that ends the program is reported
         # Raised by this package before the program began, not by a launch() inside the program.
@@ -193,11 +193,17 @@ def _run(
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
-        failure = failure_by(error, rank, of_function=is_call)
+        failure = failure_by(error, rank, of_function=is_call, has_met=_has_met())
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         return failure, None
     return None, None
+
+
+def _has_met() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _call(pickled: bytes) -> bytes:

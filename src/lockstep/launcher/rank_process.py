@@ -15,6 +15,7 @@ from functools import partial
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
+from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Failure, Outcome, RankEnded, Silent, how
 from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
@@ -92,6 +93,16 @@ class RankProcess:
             return self.failure is None or self.asked
         return self.failure is None and not self.is_running and not self.asked
 
+    def has_saved(self) -> bool:
+        """Whether it has stopped because it was asked to, by whomever, and saved its state."""
+        return self.failure is not None and self.failure.exit_code == START_AGAIN
+
+    def close(self) -> None:
+        """Close what its output and reports came through."""
+        self.connection.close()
+        for output in self.outputs:
+            os.close(output)
+
     def note_exit(self) -> None:
         """Note how the rank ended, if it has."""
         if self.is_running and (code := processes.exit_code_of_child(self.pid)) is not None:
@@ -149,17 +160,21 @@ class RankProcess:
 
 
 def fork_ranks(
-    job: Job, signal_mask: Collection[int], status: RunStatus, start: StartOfMany
+    job: Job,
+    signal_mask: Collection[int],
+    status: RunStatus,
+    start: StartOfMany,
+    supervisor: int,
 ) -> list[RankProcess] | Callable[[], int]:
     """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
 
     In a rank, return what to call there, once the stack is back to where no ``finally`` of the
-    supervisor's follows. ``signal_mask`` are the signals that a rank blocks, once it has handlers.
+    supervisor's follows. ``signal_mask`` are the signals that a rank blocks, once it has handlers;
+    ``supervisor`` is the process that they are children of when they begin.
 
     Raises:
         LaunchError: If a limit on processes or descriptors is reached. None is left behind.
     """
-    supervisor = os.getpid()
     started: list[RankProcess] = []
     is_call = isinstance(job.program, bytes)
     for rank in range(job.num_ranks):

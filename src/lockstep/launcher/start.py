@@ -28,6 +28,7 @@ from lockstep.launcher.job import (
     check_grace,
     check_num_ranks,
     check_num_threads,
+    check_restarts,
     name_of,
 )
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
@@ -104,6 +105,7 @@ def launch(
     output: Literal["labelled", "plain"] = "labelled",
     log_dir: str | os.PathLike[str] | None = None,
     grace: float | None = None,
+    restarts: int = 0,
 ) -> list[Result]:
     """Call ``fn(world, *args)`` on ``nprocs`` new processes and wait for all of them. ::
 
@@ -147,6 +149,8 @@ def launch(
         grace: How many seconds the ranks have to end by themselves before they are killed, after
             Ctrl-C or the end of this process has asked them to; by default 30. After a rank has
             failed, the others have 3 at most. (Threads can't be killed.)
+        restarts: How often ranks may fail without progress, and are all started again: ``fn`` is
+            called anew. (Threads can't be.)
 
     Returns:
         The ranks' results, in the order of ranks.
@@ -169,6 +173,7 @@ def launch(
         raise BadLaunch(f"ranks is {ranks!r}, but only 'processes' and 'threads' are known.")
     num_ranks = check_num_ranks(nprocs)
     threads = check_num_threads(num_threads, num_ranks)
+    num_restarts = check_restarts(restarts)
     if not callable(fn):
         raise BadLaunch(
             f"launch() was given a {type(fn).__name__} to call: {fn!r}. Give it a function that "
@@ -188,6 +193,12 @@ def launch(
                 "Ranks that are threads can't be killed, after a grace or without one. Leave it "
                 "out, or use ranks='processes'."
             )
+        if num_restarts:
+            raise BadLaunch(
+                "Ranks that are threads can't be started again: what a failed one has left of "
+                "locks and memory is the caller's too. Leave restarts out, or use "
+                "ranks='processes'."
+            )
         return run_threads(fn, args, num_ranks, threads)
     job = Job(
         _pickled(fn, args),
@@ -196,6 +207,7 @@ def launch(
         log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
         labelled=output == "labelled",
         grace_seconds=check_grace(grace),
+        restarts=num_restarts,
     )
     outcome = supervise(job)
     outcome.check()

@@ -1,0 +1,192 @@
+"""A run whose ranks are started again when one has failed: one attempt after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.errors import LaunchError
+from lockstep.launcher import processes
+from lockstep.launcher.exit_codes import DONT_START_AGAIN
+from lockstep.launcher.failures import Ended, Outcome
+from lockstep.launcher.hosts import Host
+from lockstep.launcher.job import Job
+from lockstep.launcher.live import Live
+from lockstep.launcher.output import Console, open_log_files
+from lockstep.launcher.rank_process import kill_ranks, none_ended
+from lockstep.launcher.restarts import Incident, Record, Verdict
+from lockstep.launcher.snapshot_memory import SnapshotMemory, newest_step
+from lockstep.launcher.starting import StartOfMany
+from lockstep.launcher.watch import Watch
+from lockstep.launcher.zygote import Attempt, Zygote
+from lockstep.printable import printable_lines, signal_name
+from lockstep.status import RunStatus
+from lockstep.world import restart_environment
+
+_MOST_REASON = 120  # characters in the line about a restart
+
+
+class Attempts:
+    """All attempts of a run, on this host.
+
+    Args:
+        job: What is run, and how often it may fail.
+        zygote: From which attempts are forked.
+        status: What the ranks do, in memory that all attempts share.
+        snapshots: The descriptors of each rank's, which all attempts share too.
+        is_live: Whether that is shown.
+
+    Attributes:
+        console: Where output goes; None before the first attempt's ranks have a place.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        zygote: Zygote,
+        status: RunStatus,
+        snapshots: Sequence[tuple[int, int]],
+        *,
+        is_live: bool,
+    ) -> None:
+        self.console: Console | None = None
+        self._job, self._zygote, self._status, self._is_live = job, zygote, status, is_live
+        self._descriptors = snapshots
+        self._snapshots = [SnapshotMemory(each) for each in snapshots]
+        self._signals = processes.SignalPipe()
+        self._record = Record(job.restarts)
+        self._host: Host | None = None  # of the newest attempt
+        self._run_id = ""
+        self._begun_at: int | None = None  # the step that the attempt goes on from
+
+    def run(self) -> Outcome:
+        """Make attempts until none is to follow; return the outcome of the last one."""
+        number = 0
+        try:
+            while True:
+                attempt = self._zygote.take(number, self._signals.is_pending)
+                if attempt is None or self._signals.is_pending():
+                    return self._interrupted(attempt)
+                watch = self._watch(attempt)
+                outcome = self._outcome(attempt, watch)
+                if outcome.rank is None or watch.interrupted_by or watch.are_running():
+                    return outcome
+                incident = self._incident(outcome)
+                verdict = self._record.judge(incident)
+                if verdict is not Verdict.RESTART:
+                    return _given_up(outcome, verdict)
+                number += 1
+                self._tell(outcome, incident, number)
+        except Ended as error:
+            return error.outcome
+        except LaunchError as error:
+            return Outcome(2, message=str(error))
+
+    def _interrupted(self, attempt: Attempt | None) -> Outcome:
+        """The outcome if a signal came before the ranks have begun."""
+        if attempt is not None:
+            self._drop(attempt)
+        number = self._signals.take_ending()[0]
+        message = f"ended by {signal_name(number)}; no rank is left running."
+        return Outcome(128 + number, message=message)
+
+    def _drop(self, attempt: Attempt) -> None:
+        kill_ranks(attempt.ranks)
+        self._dismiss(attempt)
+
+    def _dismiss(self, attempt: Attempt) -> None:
+        attempt.guardian.dismiss()
+        self._zygote.spare.discard(attempt.guardian.pid)
+
+    def _watch(self, attempt: Attempt) -> Watch:
+        """What is to watch the attempt's ranks, which have a place from now on."""
+        self._status.clear()
+        self._begun_at = self._committed()
+        try:
+            host = Host(self._job, none_ended(attempt.ranks))
+            if self._host is not None:
+                self._host.close()
+            self._host = host
+            self._add_variables(host, attempt.number)
+            self._signals.listen()
+            console = self._console_of(host, attempt.number)
+            watch = Watch(self._job, host, attempt.ranks, console, self._signals)
+        except (LaunchError, Ended):
+            self._drop(attempt)
+            raise
+        watch.when_readable(self._zygote.fileno(), self._zygote.receive)
+        return watch
+
+    def _console_of(self, host: Host, number: int) -> Console:
+        live = Live(self._status, host.world_size) if self._is_live else None
+        files = open_log_files(self._job.log_dir, host.ranks, number)
+        if self.console is None:
+            self.console = Console(files, self._signals, live)
+        else:
+            self.console.begin_anew(files, live)
+        return self.console
+
+    def _add_variables(self, host: Host, number: int) -> None:
+        """Tell the ranks how often they were started; the run's name for torchrun's stays."""
+        self._run_id = self._run_id or host.environments[0]["TORCHELASTIC_RUN_ID"]
+        for variables, snapshots in zip(host.environments, self._descriptors, strict=True):
+            variables |= {
+                **restart_environment(number, snapshots),
+                "TORCHELASTIC_RESTART_COUNT": str(number),
+                "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
+                "TORCHELASTIC_RUN_ID": self._run_id,
+            }
+
+    def _outcome(self, attempt: Attempt, watch: Watch) -> Outcome:
+        """Run the ranks to their end."""
+        assert self._host is not None
+
+        def when_failed() -> bool:
+            if may_follow := self._may_follow():
+                self._zygote.ask(attempt.number + 1)
+            return may_follow
+
+        try:
+            watch.run(StartOfMany(self._job, self._status), self._zygote.spare, when_failed)
+        finally:
+            self._dismiss(attempt)
+        outcome = self._host.settle(watch.outcome(), self._signals.take_ending)
+        watch.close()
+        return outcome
+
+    def _may_follow(self) -> bool:
+        return self._record.num_left > 0 or self._committed() != self._begun_at
+
+    def _committed(self) -> int | None:
+        """The newest step that all ranks of this host can go on from."""
+        return newest_step(self._snapshots)
+
+    def _incident(self, outcome: Outcome) -> Incident:
+        assert self._host is not None
+        states = [rank.read() for rank in self._status.ranks]
+        of_culprit = [state.num_steps for state in states if state.rank == outcome.rank]
+        num_steps = max(of_culprit or [state.num_steps for state in states])
+        step = (self._begun_at or 0) + num_steps
+        return Incident(outcome.reason, step, self._committed(), outcome.is_of_start)
+
+    def _tell(self, outcome: Outcome, incident: Incident, number: int) -> None:
+        """Say why the ranks are started again, and from where they go on."""
+        assert self.console is not None
+        assert self._host is not None
+        reason = outcome.reason
+        if len(reason) > _MOST_REASON:
+            reason = reason[: _MOST_REASON - 3] + "..."
+        who = f"rank {outcome.rank} of {self._host.world_size} failed in step {incident.step}"
+        onwards = "the program begins anew"
+        if incident.committed is not None:
+            onwards = f"all go on from step {incident.committed}"
+        line = f"restart {number}: {who} ({reason}); {onwards}. "
+        line += f"{self._record.num_left} more without progress, and it isn't started again."
+        self.console.say(printable_lines(f"{outcome.message}\n{line}"))
+
+
+def _given_up(outcome: Outcome, verdict: Verdict) -> Outcome:
+    message = f"{outcome.message}\nThe ranks aren't started again: {verdict.value}."
+    if verdict is Verdict.NO_PROGRESS:
+        return replace(outcome, message=message)
+    return replace(outcome, message=message, run_status=DONT_START_AGAIN)

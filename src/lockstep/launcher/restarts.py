@@ -1,0 +1,66 @@
+"""Whether ranks that have failed are started again: a pure function of all failures so far."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from enum import Enum
+from typing import NamedTuple
+
+# Numbers in an error's message, such as addresses, may differ where the cause is the same.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+class Verdict(Enum):
+    """What is done after a failure."""
+
+    RESTART = "the ranks are started again"
+    NEVER_BEGAN = "the program never began, and wouldn't another time"
+    SAME_FAILURE = "it failed alike at the same place, as often as it may"
+    NO_PROGRESS = "it failed as often as it may without anything new to go on from"
+
+
+class Incident(NamedTuple):
+    """The end of an attempt by a failure."""
+
+    reason: str
+    step: int  # at which it happened
+    committed: int | None  # the newest step that all ranks can go on from; None if there is none
+    is_of_start: bool  # whether the rank to blame never began
+
+
+class Record:
+    """The incidents of a run.
+
+    Two numbers are counted: failures since something new was committed, so that a run that makes
+    progress may be killed for ever, and failures of one reason at one step.
+
+    Args:
+        most: How often either may happen, and the ranks are started again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._committed = -1
+        self._since_commit = 0
+        self._alike: Counter[tuple[str, int]] = Counter()
+        self._has_begun = False
+
+    @property
+    def num_left(self) -> int:
+        """How often ranks may fail from now on without progress, and are started again."""
+        return self._most - self._since_commit
+
+    def judge(self, incident: Incident) -> Verdict:
+        """Note an incident; return what is to be done."""
+        if incident.is_of_start and not self._has_begun:
+            return Verdict.NEVER_BEGAN
+        self._has_begun = True
+        if incident.committed is not None and incident.committed > self._committed:
+            self._committed, self._since_commit = incident.committed, 0
+        self._since_commit += 1
+        alike = _NUMBER.sub("#", incident.reason), incident.step
+        self._alike[alike] += 1
+        if self._alike[alike] > self._most:
+            return Verdict.SAME_FAILURE
+        return Verdict.NO_PROGRESS if self._since_commit > self._most else Verdict.RESTART
