@@ -28,12 +28,13 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from tests.mutations import Mutation, mutated, named_tests
+from tests.mutations.others import OTHERS
 from tests.mutations.shown import SHOWN
 from tests.mutations.waits import WAITS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "lockstep"
-MUTATIONS = [*SHOWN, *WAITS]
+MUTATIONS = [*SHOWN, *OTHERS, *WAITS]
 # How long a test may take as it is, and how many times as long with a mutation, but at least: one
 # that waits for ever has failed.
 _MOST_SECONDS, _TIMES, _LEAST_SECONDS = 120, 4, 15

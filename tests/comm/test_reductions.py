@@ -112,6 +112,17 @@ def test_reduce_gives_the_root_the_result_and_nobody_else(backend: str, size: in
     run_on(backend, size, body)
 
 
+@pytest.mark.parametrize("backend", OURS)
+def test_reduce_of_products_leaves_the_values_of_others(backend: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        tensor = torch.ones(3)
+        op = dist._make_nccl_premul_sum(2.0)
+        dist.reduce(tensor, group_dst=0, op=op, group=group)
+        assert tensor.tolist() == [1 if group.rank() else 4] * 3
+
+    run_on(backend, 2, body)
+
+
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("backend", OURS)
 def test_reduce_takes_memory_that_cannot_be_written_to(backend: str) -> None:

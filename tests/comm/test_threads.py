@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lockstep.comm.threads.transport import ThreadTransport, ThreadTransportStat
 from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, GroupClosed, PeerLost
 from tests.comm.thread_groups import LATER, SOON, all_reduce, outcomes
+from tests.waiting import until
 
 LARGE = 300_000  # elements, more than a rank puts into a slot for all to sum
 
@@ -294,6 +296,23 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
         team.leave()
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (CollectiveMismatch("All differ.", [0], "barrier"), CollectiveMismatch),
+        (ValueError("mine"), PeerLost),
+    ],
+)
+def test_what_one_rank_gives_up_for_is_the_others_error(error: Exception, kind: type) -> None:
+    state = ThreadTransportState(2)
+    first, second = (ThreadTransport(state, rank) for rank in range(2))
+    first.give_up(error)
+    with pytest.raises(kind, match=r"^All differ|has aborted the group.*mine"):
+        second.exchange(Signature("barrier"), 0, Deadline(LATER))
+    for team in (first, second):
+        team.leave()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_group() -> None:
     team = ThreadTransport(ThreadTransportState(2), 0)
@@ -306,6 +325,34 @@ def test_a_forked_child_cannot_use_the_group() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     team.leave()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_waits_for_no_rank() -> None:
+    statuses = []
+
+    def body(rank: int, group: SharedMemoryGroup) -> None:
+        tensor = torch.ones(1)
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                try:
+                    group.allreduce([tensor]).wait()
+                except GroupClosed:
+                    os._exit(0)
+                os._exit(1)
+            if not until(lambda: has_ended(child), seconds=LATER / 2):
+                os.kill(child, signal.SIGKILL)
+                assert until(lambda: has_ended(child))
+        group.allreduce([tensor]).wait()
+
+    def has_ended(child: int) -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        statuses.extend([status] if pid else [])
+        return bool(pid)
+
+    assert outcomes(2, body) == [None, None]
+    assert statuses == [0]
 
 
 def test_a_message_may_come_before_its_receiver() -> None:

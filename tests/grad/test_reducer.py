@@ -120,6 +120,28 @@ def test_a_gradient_that_comes_twice_makes_buckets_wait_for_the_end():
     reducer.finish()
 
 
+def test_a_reducer_of_changed_parameters_knows_that_gradients_come_twice():
+    reducer, parameters, group = reducer_of(3)
+    backward(reducer, parameters, [2, 1, 2, 0])
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    changed = Reducer(named, group, cap_bytes=1, first_cap_bytes=1)
+    changed.take_over(reducer)
+    backward(changed, parameters, [2, 1, 0])
+    backward(changed, parameters, [2, 1, 2, 0])  # no LateGradient
+
+
+def test_a_gradient_that_is_not_copied_yet_may_come_twice():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    reducer = Reducer(named, Recorder(), cap_bytes=1 << 20, first_cap_bytes=1 << 20)
+    backward(reducer, parameters, [3, 2, 1, 0])
+    reducer.begin(copies_early=True)
+    for index in (3, 3, 2, 1, 0):
+        come(reducer, parameters, index)
+    reducer.finish()
+    assert [p.grad[0].item() for p in parameters] == [1, 2, 3, 4]
+
+
 def test_a_late_gradient_is_an_error_once():
     reducer, parameters, _ = reducer_of(3)
     backward(reducer, parameters, [2, 1, 0])
@@ -178,6 +200,7 @@ def test_what_was_scaled_in_a_failed_backward_is_not_scaled_again(numel: int):
     for index in came:
         come(reducer, parameters, index)
     reducer.fail()
+    reducer.fail()  # as a mismatch does that ends it before the other ranks have it, too
     reducer.begin()
     reducer.finish()
     assert [parameters[index].grad[0].item() for index in came] == [index + 1 for index in came]

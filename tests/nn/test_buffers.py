@@ -131,6 +131,18 @@ def test_each_buffer_has_its_policy(parallel) -> None:
     run_ranks(3, body)
 
 
+def test_buffers_deep_in_a_parallel_part_have_the_policies_of_that_part() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        part = lockstep.parallelize(
+            nn.Sequential(Statistics()), process_group=group, broadcast_buffers={"*": "local"}
+        )
+        model = lockstep.parallelize(nn.Sequential(part, nn.Linear(3, 1)), process_group=group)
+        model[1](part[0](torch.ones(1, 3), rank + 1)).sum().backward()
+        assert part[0].inner.followed.tolist() == [rank + 1, rank + 1]
+
+    run_ranks(2, body)
+
+
 @BOTH
 def test_a_policy_that_does_not_exist_is_refused(parallel) -> None:
     with pytest.raises(ValueError, match=r"'sum' for '\*', but must have one of 'rank0', 'mean'"):

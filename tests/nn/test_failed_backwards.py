@@ -87,6 +87,25 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Ba
     assert all(map(torch.equal, first, second))
 
 
+@WHERE
+def test_a_gradient_to_which_a_failed_backward_adds_nothing_stays(backend: Backend) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = layers(4, group)
+        train(model, rank, 4, steps=1)
+        held = [p.grad for p in model.parameters()]  # and so it is nowhere else
+        values = [gradient.clone() for gradient in held]
+        error = ArithmeticError if rank else CollectiveFailed
+        with pytest.raises(error, match=None if rank else "A backward failed on rank 1"):
+            model(batch(rank, 4), fails_at=3 if rank else None, without=(4, 5)).backward()
+        lockstep.reduce(torch.zeros(1), process_group=group)  # with which the other backward ends
+        # Of layers 4 and 5.
+        for parameter, mine, value in list(zip(model.parameters(), held, values, strict=True))[8:]:
+            assert parameter.grad is mine
+            assert torch.equal(mine, value)
+
+    run_ranks(2, body, backend=backend)
+
+
 @pairs(
     "around, fails_on, backend",
     ["two models", "join", "entered later", "unused are skipped"],

@@ -191,16 +191,16 @@ def test_gradients_of_a_rank_that_is_through_are_its_own(how: str) -> None:
                     stack.enter_context(lockstep.join(model))
                 else:
                     stack.enter_context(Join([model]) if how.endswith("Join") else model.join())
-                for step in range(2 + world.rank):
+                for step in range(2 + 2 * world.rank):
                     model(torch.ones(1, 3)).sum().backward()
                     seen.append(weight.grad.mean().item())
-                    weight.grad = None if step < 2 else weight.grad
+                    weight.grad = None if step < 3 else weight.grad
             left.append(weight.grad if weight.grad is None else weight.grad.mean().item())
             weight.grad = None
         return [seen, left]
 
-    # The mean over both ranks, of which one gives zeros in the last step of each epoch.
-    assert launch(body) == [[[1, 1, 1, 1], [None, None]], [[1, 1, 0.5, 1, 1, 0.5], [0.5, 0.5]]]
+    # The mean over both ranks, of which one gives zeros in the last steps of each epoch.
+    assert launch(body) == [[[1, 1] * 2, [None] * 2], [[1, 1, 0.5, 0.5] * 2, [0.5, 0.5]]]
 
 
 def test_gradients_accumulated_by_a_rank_that_is_through_are_reduced_with_the_others() -> None:

@@ -266,3 +266,16 @@ def test_an_error_of_the_device_is_not_taken_for_one_of_the_weight(weight, monke
         monkeypatch.setattr(owner, name, late)
     with pytest.raises(RuntimeError, match=r"^CUDA error: device-side assert"):
         lockstep.mean(values, weight=weight)
+
+
+def test_a_batch_without_weight_adds_nothing_to_gradients() -> None:
+    """As padding alone has none; its mean is NaN."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = in_place(nn.Linear(1, 1, bias=False), group)
+        mean = lockstep.mean(model(torch.ones(2, 1)), weight=torch.zeros(2, 1), process_group=group)
+        assert mean.isnan()
+        mean.backward()
+        return model.weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[[0.0]]] * 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.grad.facts import num_facts
@@ -220,6 +221,31 @@ def test_a_copy_that_is_not_trained_takes_no_part_and_no_memory() -> None:
         assert engine.reducer.buckets == []
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_in_one_reentrant_checkpoint_are_reduced_in_one_order(backend: Backend) -> None:
+    """Nobody foresees them when the last model begins; each goes with its like on the others."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
+        models = [
+            lockstep.parallelize(nn.Linear(size, size + 1, bias=False), process_group=group)
+            for size in range(1, 7)
+        ]
+        for model in models:
+            nn.init.ones_(model.weight)
+        *chain, last = models
+        for _ in range(2):
+            nn.Sequential(*models).zero_grad()
+            x = torch.full((1, 1), 1.0 + rank, requires_grad=True)
+            last(checkpoint(nn.Sequential(*chain), x, use_reentrant=True)).sum().backward()
+        return [model.weight.grad.unique().tolist() for model in models]
+
+    # As often as there are ways through each number, times the mean of both inputs.
+    assert (
+        run_ranks(2, body, backend=backend)
+        == [[[7560.0 / size / (size + 1)] for size in range(1, 7)]] * 2
+    )
 
 
 def test_engines_of_different_groups_have_one_order() -> None:

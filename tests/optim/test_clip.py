@@ -54,6 +54,28 @@ def test_it_clips_as_torchs_does(norm_type: float, backend: str) -> None:
     assert torch.equal(one, other)
 
 
+def test_no_rank_takes_the_norm_of_more_than_the_gradients() -> None:
+    """Behind them are the facts, where ranks can't divide the elements evenly."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = lockstep.parallelize(torch.nn.Linear(8, 2, bias=False), process_group=group)
+        lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 8)).sum().backward()
+        return lockstep.clip_grad_norm_(model.parameters(), 1.0).item()
+
+    assert run_ranks(3, body) == [4.0] * 3
+
+
+def test_a_parameter_that_is_given_twice_counts_twice() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = lockstep.parallelize(torch.nn.Linear(9, 1), process_group=group)
+        lockstep.shard_optimizer(adamw(model.parameters()))
+        model(torch.ones(1, 9)).sum().backward()
+        return lockstep.clip_grad_norm_([model.weight, model.weight], 100.0).item()
+
+    assert run_ranks(2, body) == [pytest.approx(18**0.5)] * 2
+
+
 def test_a_norm_that_is_not_finite_is_an_error_on_request() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)

@@ -357,6 +357,41 @@ def test_a_frozen_parameter_leaves_another_layout_to_gradients() -> None:
     run_ranks(2, body, backend="gloo")
 
 
+def test_all_ranks_may_hold_gradients_in_a_backward() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
+        model = nn.Linear(1, 1, bias=False)
+        model, _ = made(group, model, torch.optim.SGD)
+        seen = []
+        for _ in range(3):
+            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+            held = model.weight.grad  # noqa: F841 - the next backward adds to it
+            seen.append(model.weight.grad.item())
+        return seen
+
+    assert run_ranks(2, body, backend="gloo") == [[1.5, 3.0, 4.5]] * 2
+
+
+@pytest.mark.parametrize("change", ["another optimizer", "an unfrozen parameter"])
+def test_gradients_that_nobody_has_read_outlive_a_change(change: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[1].weight)
+        model[1].requires_grad_(change == "another optimizer")
+        lockstep.parallelize(model, process_group=group)
+        lockstep.shard_optimizer(torch.optim.SGD(model[0].parameters(), lr=1), overlap=True)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        if change == "another optimizer":
+            lockstep.shard_optimizer(torch.optim.SGD(model[1].parameters(), lr=1), overlap=True)
+        else:
+            model[1].requires_grad_(True)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        return [p.grad.item() for p in model.parameters()]
+
+    expected = [3.0, 3.0] if change == "another optimizer" else [3.0, 1.5]
+    assert run_ranks(2, body, backend="gloo") == [expected] * 2
+
+
 def test_a_failed_backward_is_an_error_on_the_other_rank_and_loses_nothing() -> None:
     first = Digits()
 

@@ -45,6 +45,29 @@ def test_hooks_see_the_closure_before_it_is_called(by_position: bool) -> None:
     check_same_bits(program)
 
 
+def test_hooks_that_were_there_before_see_the_programs_parameters() -> None:
+    def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
+        optimizer, seen, ids = (
+            Plain(model.parameters()),
+            list[Any](),
+            {*map(id, model.parameters())},
+        )
+
+        def note(own: Optimizer, *_: Any) -> None:
+            seen.append({id(p) for group in own.param_groups for p in group["params"]} == ids)
+
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(note)
+        optimizer = shard(optimizer)
+        for loss in losses(model, rank, 2):
+            loss.backward()
+            optimizer.step()
+        assert seen == [True] * 4
+        return seen
+
+    check_same_bits(program)
+
+
 def test_a_hook_may_give_another_closure() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
         optimizer = shard(adamw(model.parameters()))
