@@ -4,7 +4,8 @@
 
 In a new virtual environment, in an empty folder: each block of shell lines is run, and each block
 of Python becomes a part of the file that the page says to save it as. Nothing of the page is
-repeated here. ``pip install torch-lockstep`` takes the wheel of this checkout.
+repeated here. ``pip install torch-lockstep`` takes the wheel of this checkout. Then it is the
+environment for ``tests/without_extras.py``.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def main() -> None:
                 run(line.partition("#")[0].strip(), folder, environment)
         if name is not None:  # what was added last
             run(f"lockstep run -n 2 {name}", folder, environment)
+        run(f"python {ROOT / 'tests' / 'without_extras.py'}", folder, environment)
         assert num_blocks > 3, "the page has no blocks any more"
 
 
