@@ -73,15 +73,11 @@ def make_buckets(
     buckets: list[Bucket] = []
     unsummed = iter(kept)
     for number, (indices, kind) in enumerate(assigned, 1):
-        start = buckets[-1].contents.stop if buckets else 0
-        named = [table.named[index] for index in indices]
-        accumulated = memoryview(table.accumulated)[start : start + len(indices)]
+        gradients = table.slice(buckets[-1].contents.stop if buckets else 0, len(indices))
         size = num_facts(len(table.named)) if number == len(assigned) else 0
         if kind is None:
             contents = Contents(
-                named,
-                accumulated,
-                start,
+                gradients,
                 tail_size=size,
                 buffers_from=group if is_shared and hook is None else None,
                 is_tail_apart=hook is not None,
@@ -92,5 +88,5 @@ def make_buckets(
             )
         else:
             found = next(unsummed, None)
-            buckets.append(found or kind.of(named, accumulated, start, group, size))
+            buckets.append(found or kind.of(gradients, group, size))
     return buckets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lockstep.grad.memory import (
     is_new,
 )
 from lockstep.grad.one_pass import READY, BucketPass
+from lockstep.grad.table import TableSlice
 from lockstep.torch_private import _foreach_copy_, gradient_of, set_gradient
 
 # From this average size on, each gradient is copied and scaled in one call. Below it, the calls
@@ -42,10 +43,7 @@ class Contents:
     is. See Note [Gradients that the program holds].
 
     Args:
-        named: The parameters with their names; of one dtype, and on one device. There may be none.
-        accumulated: For each parameter, 1 if its gradient has grown since its last reduction. The
-            reducer goes on writing to this memory.
-        start: The position of the first gradient among those of the reducer.
+        gradients: Which ones. The reducer goes on writing to ``gradients.accumulated``.
         tail_size: The number of elements to reserve for facts behind the gradients.
         buffers_from: The group that allocates the buffer, in memory that it reduces in place.
         is_tail_apart: Whether facts have memory of their own.
@@ -63,9 +61,7 @@ class Contents:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        accumulated: memoryview,
-        start: int,
+        gradients: TableSlice,
         *,
         tail_size: int = 0,
         buffers_from: dist.ProcessGroup | None = None,
@@ -75,9 +71,10 @@ class Contents:
         make: Callable[[BufferPlan], Memory] = BufferPlan.new,
     ) -> None:
         # The gradients: whose, which, and where.
+        named, self.accumulated, self.start = gradients
         self.parameter_names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.accumulated, self.start, self.stop = accumulated, start, start + len(named)
+        self.stop = self.start + len(named)
         sizes = [p.numel() for p in self.parameters]
         if is_aligned:
             sizes = [*map(aligned, sizes)]

@@ -15,13 +15,12 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.comm import (
     SharedBuffers,
@@ -36,6 +35,7 @@ from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.facts import Facts
 from lockstep.grad.memory import BufferPlan, Memory
+from lockstep.grad.table import TableSlice
 from lockstep.grad.unsummed import UnsummedBucket
 from lockstep.torch_private import _InferenceMode, gradient_of, set_gradient
 
@@ -95,14 +95,7 @@ class DeferredBucket(UnsummedBucket):
         self._slices: _Slices = {}
 
     @classmethod
-    def of(
-        cls,
-        named: Sequence[tuple[str, nn.Parameter]],
-        accumulated: memoryview,
-        start: int,
-        group: dist.ProcessGroup,
-        num_facts: int,
-    ) -> Self:
+    def of(cls, gradients: TableSlice, group: dist.ProcessGroup, num_facts: int) -> Self:
         """Make one, in buffers that the ranks share."""
         assert isinstance(group, SharedMemoryGroup)
         made: list[SharedBuffers] = []
@@ -112,9 +105,7 @@ class DeferredBucket(UnsummedBucket):
             return plan.memory_in(made[0].local[0])
 
         contents = Contents(
-            named,
-            accumulated,
-            start,
+            gradients,
             tail_size=num_facts,
             buffers_from=group,
             is_aligned=True,

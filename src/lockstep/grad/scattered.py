@@ -8,12 +8,10 @@ them, which every rank must do then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.comm import (
     all_gather_in_place,
@@ -23,6 +21,7 @@ from lockstep.comm import (
 )
 from lockstep.grad.contents import Contents
 from lockstep.grad.memory import aligned
+from lockstep.grad.table import TableSlice
 from lockstep.grad.unsummed import UnsummedBucket
 from lockstep.torch_private import gradient_of, set_gradient
 
@@ -41,20 +40,11 @@ class ScatteredBucket(UnsummedBucket):
         self._is_reduced = self._has_holders = False
 
     @classmethod
-    def of(
-        cls,
-        named: Sequence[tuple[str, nn.Parameter]],
-        accumulated: memoryview,
-        start: int,
-        group: dist.ProcessGroup,
-        num_facts: int,
-    ) -> Self:
+    def of(cls, gradients: TableSlice, group: dist.ProcessGroup, num_facts: int) -> Self:
         """Make one, whose padding at the end makes the means of each rank equally many."""
-        numel = sum(aligned(parameter.numel()) for _, parameter in named)
+        numel = sum(aligned(parameter.numel()) for _, parameter in gradients.named)
         padding = group.size() * aligned(-(-numel // group.size())) - numel
-        contents = Contents(
-            named, accumulated, start, tail_size=padding, buffers_from=group, is_aligned=True
-        )
+        contents = Contents(gradients, tail_size=padding, buffers_from=group, is_aligned=True)
         return cls(contents, group)
 
     def local_range(self) -> tuple[int, int]:

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, KeysView, Sequence
+from typing import NamedTuple
 
 import torch
+
+
+class TableSlice(NamedTuple):
+    """The gradients at consecutive positions of a table, which a bucket has.
+
+    Attributes:
+        named: Their parameters with names; of one dtype, and on one device. There may be none.
+        accumulated: For each, 1 if it has grown since its last reduction: memory of the table.
+        start: The position of the first one.
+    """
+
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    accumulated: memoryview
+    start: int
 
 
 class GradientTable:
@@ -52,6 +67,12 @@ class GradientTable:
         self.accumulated[:] = bytes(accumulated[index] for index in self.order)
         self.parameters = [self.named[index][1] for index in self.order]
         self.position_of = {id(p): position for position, p in enumerate(self.parameters)}
+
+    def slice(self, start: int, length: int) -> TableSlice:
+        """Return the gradients at ``length`` positions from ``start`` on."""
+        places = slice(start, start + length)
+        named = [self.named[index] for index in self.order[places]]
+        return TableSlice(named, memoryview(self.accumulated)[places], start)
 
     def take_over(self, previous: GradientTable) -> None:
         """Continue from the state of ``previous``, a table of some of these parameters."""

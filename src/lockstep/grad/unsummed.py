@@ -17,6 +17,7 @@ from lockstep.comm import uncompiled
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
+from lockstep.grad.table import TableSlice
 from lockstep.torch_private import gradient_of, set_gradient
 
 # It refuses what isn't a plain parameter, unless its detach() returns one of the same class.
@@ -142,15 +143,8 @@ class UnsummedBucket(Bucket, ABC):
 
     @classmethod
     @abstractmethod
-    def of(
-        cls,
-        named: Sequence[tuple[str, nn.Parameter]],
-        accumulated: memoryview,
-        start: int,
-        group: dist.ProcessGroup,
-        num_facts: int,
-    ) -> Self:
-        """Make one, with the arguments of :class:`Contents`, and room for facts if it is last."""
+    def of(cls, gradients: TableSlice, group: dist.ProcessGroup, num_facts: int) -> Self:
+        """Make one of ``gradients``, with room for ``num_facts`` if it is the last bucket."""
 
     def log_filled(self, log: GradientLog) -> None:
         """Nothing keeps the means."""

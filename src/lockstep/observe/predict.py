@@ -261,7 +261,7 @@ def _differences(timelines: Sequence[Sequence[Timeline]]) -> list[tuple[float, l
     by_segment: dict[int, list[float]] = defaultdict(list)
     for together in timelines:
         segments = [each.segments() for each in together]
-        if len({len(own) for own in segments}) > 1:  # the ranks met otherwise
+        if len({len(each) for each in segments}) > 1:  # the ranks met otherwise
             segments = [[each.computing()] for each in together]
         # Deviations from the mean of few ranks are smaller than those from the true mean.
         scale = math.sqrt(len(together) / (len(together) - 1))
