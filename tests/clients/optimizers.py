@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stdout
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,9 +228,7 @@ def _sharded(kind: type[Optimizer], way: _Way, alone: _Result) -> Ending:
     if not all(value.isfinite().all() for value in alone.parameters[-1]):
         return Ending("wrong", "it diverges, so that nothing is compared")
     noted = _NOTED.get(kind.__module__.partition(".")[0], set())
-    # Undivided ones add up over whole gradients, which lie elsewhere than in one process.
-    same = _are_close if outcome == "undivided" and _sums_depend_on_places() else _have_same_bits
-    if different := _difference(alone, found, noted, same):
+    if different := _difference(alone, found, noted):
         return Ending("wrong", f"{outcome} {told}, and {different}")
     return Ending(outcome, *told)
 
@@ -293,38 +290,14 @@ def _step(net: Net, optimizer: Any, way: _Way, step: int, *, is_alone: bool) -> 
         optimizer.step()
 
 
-def _difference(
-    alone: _Result, found: _Result, noted: Set[str], same: Callable[[Any, Any], bool]
-) -> str:
+def _difference(alone: _Result, found: _Result, noted: Set[str]) -> str:
     for index, (mine, theirs) in enumerate(zip(alone.parameters, found.parameters, strict=True)):
         for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if not same(a, b):
+            if not _have_same_bits(a, b):
                 largest = float((a - b).abs().max() / a.abs().max())
                 return f"parameter {number} differs by {largest:.1e} at check {index}"
     dicts = alone.state_dict, found.state_dict
-    return next(_differences_of(*dicts, noted, "state dict", same), "")
-
-
-@cache
-def _sums_depend_on_places() -> bool:
-    """Whether this processor's dot products depend on where numbers begin, as AMD's may."""
-    numbers = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    for size in (33, 48, 300):
-        found = set()
-        for start in range(16):
-            there = torch.zeros(316)[start : start + size].copy_(numbers[:size])
-            found.add(float(torch.dot(there, there)))
-        if len(found) > 1:
-            return True
-    return False
-
-
-def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they differ by what rounding makes of such sums in 20 steps."""
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
-        return _have_same_bits(a, b)
-    largest = a.double().abs().max() if a.numel() else 0
-    return _have_same_bits(a, b) or bool(((a - b).double().abs() <= 1e-5 * largest).all())
+    return next(_differences_of(*dicts, noted, "state dict"), "")
 
 
 def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -333,24 +306,22 @@ def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _differences_of(
-    a: Any, b: Any, noted: Set[str], place: str, same: Callable[[Any, Any], bool]
-) -> Iterator[str]:
+def _differences_of(a: Any, b: Any, noted: Set[str], place: str) -> Iterator[str]:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if not same(a, b):
+        if not _have_same_bits(a, b):
             yield f"{place} is {a.flatten()[:3]} and {b.flatten()[:3]}"
     elif isinstance(a, dict) and isinstance(b, dict):
         if (a.keys() ^ b.keys()) - noted:
             yield f"{place} has {[*a]} and {[*b]}"
         for key in (a.keys() & b.keys()) - noted:
-            yield from _differences_of(a[key], b[key], noted, f"{place}[{key!r}]", same)
+            yield from _differences_of(a[key], b[key], noted, f"{place}[{key!r}]")
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         if len(a) != len(b):
             yield f"{place} has {len(a)} and {len(b)}"
         for index, (x, y) in enumerate(zip(a, b, strict=False)):
-            yield from _differences_of(x, y, noted, f"{place}[{index}]", same)
+            yield from _differences_of(x, y, noted, f"{place}[{index}]")
     elif isinstance(a, float) and isinstance(b, float):
-        if not same(*(torch.tensor(each, dtype=torch.float64) for each in (a, b))):
+        if not _have_same_bits(*(torch.tensor(each, dtype=torch.float64) for each in (a, b))):
             yield f"{place} is {a!r} and {b!r}"
     elif isinstance(a, str | int | float | None) and (type(a) is not type(b) or a != b):
         yield f"{place} is {a!r} and {b!r}"

@@ -36,10 +36,14 @@ class DoneWork:
         return True
 
 
-def reducer_of(count: int, numel: int = 1) -> tuple[Reducer, list[torch.nn.Parameter], Recorder]:
-    """Parameter i has numel + i elements and a bucket of its own, so sizes tell who went."""
+# The elements at a multiple of which a gradient begins.
+LINE = 64 // 4
+
+
+def reducer_of(count: int) -> tuple[Reducer, list[torch.nn.Parameter], Recorder]:
+    """Parameter i has 1 + i lines of elements and a bucket of its own, so sizes tell who went."""
     group = Recorder()
-    parameters = [torch.nn.Parameter(torch.zeros(numel + index)) for index in range(count)]
+    parameters = [torch.nn.Parameter(torch.zeros((1 + index) * LINE)) for index in range(count)]
     named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
     return Reducer(named, group, cap_bytes=1, first_cap_bytes=1), parameters, group
 

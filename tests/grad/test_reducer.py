@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import LateGradient
 from lockstep.grad import CommHook, GradBucket, Phase, Reducer
-from tests.grad.recorder import Recorder, backward, come, reducer_of
+from tests.grad.recorder import LINE, Recorder, backward, come, reducer_of
 from tests.ranks import run_ranks
 
 # The last bucket carries one for each of four parameters, and two on ranks that failed.
@@ -26,7 +26,7 @@ def test_first_backward_launches_in_reverse_registration_order_at_its_end():
         come(reducer, parameters, index)
     assert group.sizes == []
     reducer.finish()
-    assert group.sizes == [4, 3, 2, 1 + FACTS]
+    assert group.sizes == [4 * LINE, 3 * LINE, 2 * LINE, LINE + FACTS]
 
 
 def test_buckets_launch_in_index_order():
@@ -38,11 +38,15 @@ def test_buckets_launch_in_index_order():
     come(reducer, parameters, 2)
     assert group.sizes == []  # full, but not their turn
     come(reducer, parameters, 3)
-    assert group.sizes == [4, 3, 2]
+    assert group.sizes == [4 * LINE, 3 * LINE, 2 * LINE]
     come(reducer, parameters, 0)
-    assert group.sizes == [4, 3, 2]  # the last one waits for the end of the backward
+    assert group.sizes == [
+        4 * LINE,
+        3 * LINE,
+        2 * LINE,
+    ]  # the last one waits for the end of the backward
     reducer.finish()
-    assert group.sizes == [4, 3, 2, 1 + FACTS]
+    assert group.sizes == [4 * LINE, 3 * LINE, 2 * LINE, LINE + FACTS]
 
 
 def test_buckets_are_arranged_once_in_the_order_of_the_first_backward():
@@ -80,7 +84,7 @@ def test_excused_gradients_hold_nothing_up():
     reducer.begin()
     reducer.mark_unused(reducer.unused_parameters)
     come(reducer, parameters, 2)
-    assert group.sizes == [3, 1]
+    assert group.sizes == [3 * LINE, LINE]
     reducer.finish()
 
 
@@ -104,7 +108,7 @@ def test_an_excused_gradient_may_be_told_of_with_others():
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     reducer.mark_ready([parameters[2], parameters[1]])
-    assert group.sizes == [3, 2]
+    assert group.sizes == [3 * LINE, 2 * LINE]
     reducer.finish()
     assert reducer.unused == ["p0"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.grad import CommHook, GradBucket, Phase
-from tests.grad.recorder import backward, come, reducer_of
+from tests.grad.recorder import LINE, backward, come, reducer_of
 
 
 def test_a_backward_that_failed_is_finished_before_the_next_begins():
@@ -18,7 +18,7 @@ def test_a_backward_that_failed_is_finished_before_the_next_begins():
     assert reducer.phase is Phase.FAILED
     group.sizes.clear()
     reducer.begin()
-    assert group.sizes == [2, 1 + 3 + 2]  # and the facts behind the last one
+    assert group.sizes == [2 * LINE, LINE + 3 + 2]  # and the facts behind the last one
     assert reducer.phase is Phase.COLLECTING
 
 

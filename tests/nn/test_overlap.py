@@ -60,6 +60,8 @@ def notes_of_backward(model: Layers, noting: NotingGroup, leave_out: int | None 
     return list(noting.notes)
 
 
+# The gradients of a layer, of which each begins at a multiple of 16 elements.
+LAYER = 16 + 16
 FACTS = 8 + 2  # for each parameter, and of ranks that failed, at the end of the last bucket
 
 
@@ -68,7 +70,7 @@ def test_buckets_leave_when_they_are_full() -> None:
         model, noting = noted(group, cap_bytes=80)  # a layer's weight and bias
         notes_of_backward(model, noting)
         assert notes_of_backward(model, noting) == [
-            "layer 3", 20, "layer 2", 20, "layer 1", 20, "layer 0", 20 + FACTS
+            "layer 3", LAYER, "layer 2", LAYER, "layer 1", LAYER, "layer 0", LAYER + FACTS
         ]  # fmt: skip
 
     run_ranks(2, body)
@@ -79,7 +81,7 @@ def test_buckets_are_as_large_as_asked_for() -> None:
         model, noting = noted(group, cap_bytes=160)
         for _ in range(2):
             notes = notes_of_backward(model, noting)
-        assert notes == ["layer 3", "layer 2", 40, "layer 1", "layer 0", 40 + FACTS]
+        assert notes == ["layer 3", "layer 2", 2 * LAYER, "layer 1", "layer 0", 2 * LAYER + FACTS]
 
     run_ranks(2, body)
 
@@ -90,9 +92,9 @@ def test_a_layer_that_is_left_out_holds_nothing_up() -> None:
         notes_of_backward(model, noting)
         for _ in range(2):
             notes = notes_of_backward(model, noting, leave_out=2)
-        assert notes[:3] == ["layer 3", 20, 20]
+        assert notes[:3] == ["layer 3", LAYER, LAYER]
         # Here again, it is waited for.
-        assert notes_of_backward(model, noting)[:4] == ["layer 3", 20, "layer 2", 20]
+        assert notes_of_backward(model, noting)[:4] == ["layer 3", LAYER, "layer 2", LAYER]
 
     run_ranks(2, body)
 
@@ -114,8 +116,8 @@ def test_buckets_of_two_models_in_one_backward_leave_when_they_are_full() -> Non
         notes = noting.notes[noting.notes.index("first 3") :]
         # Those of the second one have waited for their turn.
         assert notes == [
-            "first 3", 20, "first 2", 20, "first 1", 20, 20, 20, 20, "first 0",
-            20 + FACTS, 20 + FACTS,
+            "first 3", LAYER, "first 2", LAYER, "first 1", LAYER, LAYER, LAYER, LAYER, "first 0",
+            LAYER + FACTS, LAYER + FACTS,
         ]  # fmt: skip
 
     run_ranks(2, body)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from tests.nn.models import Refusing, build
 from tests.nn.parallel import BOTH, Net, net, parts, wrapped
-from tests.ranks import run_ranks
+from tests.ranks import BACKENDS, Backend, run_ranks
 
 
 @BOTH
@@ -287,6 +287,30 @@ def test_gradients_are_views_of_few_buffers() -> None:
         assert len({g.untyped_storage().data_ptr() for g in used}) == 1 < len(used)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradients_begin_where_those_of_one_process_may_begin(
+    dtype: torch.dtype, backend: Backend
+) -> None:
+    """On some processors the bits of a dot product depend on where numbers begin."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        sizes = [3, 33, 0, 1, 300, 7]
+        model = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
+        lockstep.parallelize(model, process_group=group)
+        for step in range(1, 4):
+            sum((p * (step + rank)).sum() for p in model).backward()
+            gradients = [p.grad for p in model]
+            assert all(gradient.data_ptr() % 64 == 0 for gradient in gradients)
+            (memory,) = {g.untyped_storage().data_ptr(): g for g in gradients}.values()
+            whole = torch.empty(0, dtype=dtype).set_(memory.untyped_storage())
+            # The padding is as it was: here are gradients, and what ranks told each other.
+            assert whole.count_nonzero() <= sum(sizes) + len(sizes)
+            model.zero_grad()
+
+    run_ranks(2, body, backend=backend)
 
 
 def test_a_failed_backward_does_not_spoil_the_next() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lockstep.grad.assign import assign_buckets
@@ -13,7 +14,7 @@ from lockstep.grad.bucket import Bucket, HookedBucket
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.contents import Contents
 from lockstep.grad.facts import num_facts
-from lockstep.grad.memory import gradient_dtype
+from lockstep.grad.memory import gradient_dtype, line_numel
 from lockstep.grad.table import GradientTable
 from lockstep.grad.unsummed import UnsummedBucket
 
@@ -56,6 +57,11 @@ def assigned_for(
     return [*first, *(others if others or last else [Assigned([], None)]), *last]
 
 
+def alignment_of(parameter: torch.nn.Parameter, hook: CommHook | None) -> int:
+    """Return the alignment of the gradients in a bucket with that of ``parameter``, in elements."""
+    return line_numel(parameter) if hook is None else 0  # as a hook gets nothing but gradients
+
+
 def make_buckets(
     table: GradientTable,
     assigned: Sequence[Assigned],
@@ -76,12 +82,14 @@ def make_buckets(
         gradients = table.slice(buckets[-1].contents.stop if buckets else 0, len(indices))
         size = num_facts(len(table.named)) if number == len(assigned) else 0
         if kind is None:
+            _, like = (gradients.named or table.named)[0]
             contents = Contents(
                 gradients,
                 tail_size=size,
                 buffers_from=group if is_shared and hook is None else None,
                 is_tail_apart=hook is not None,
-                like=table.named[0][1],
+                like=like,
+                alignment=alignment_of(like, hook),
             )
             buckets.append(
                 Bucket(contents, group) if hook is None else HookedBucket(contents, group, hook)

@@ -48,7 +48,8 @@ class Contents:
         buffers_from: The group that allocates the buffer, in memory that it reduces in place.
         is_tail_apart: Whether facts have memory of their own.
         like: A parameter from which it takes dtype and device if there are none.
-        is_aligned: Whether each gradient begins at a multiple of ALIGNMENT elements.
+        alignment: The number of elements at a multiple of which each gradient begins, with padding
+            before it, which stays zero; 0 for gradients without padding.
         make: Makes the first memory.
 
     Attributes:
@@ -67,7 +68,7 @@ class Contents:
         buffers_from: dist.ProcessGroup | None = None,
         is_tail_apart: bool = False,
         like: torch.Tensor | None = None,
-        is_aligned: bool = False,
+        alignment: int = 0,
         make: Callable[[BufferPlan], Memory] = BufferPlan.new,
     ) -> None:
         # The gradients: whose, which, and where.
@@ -75,9 +76,7 @@ class Contents:
         self.parameter_names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.stop = self.start + len(named)
-        sizes = [p.numel() for p in self.parameters]
-        if is_aligned:
-            sizes = [*map(aligned, sizes)]
+        sizes = [aligned(p.numel(), alignment) for p in self.parameters]
         self.offsets = [0, *itertools.accumulate(sizes)]
         self.numel = self.offsets[-1]  # with the padding
         # How they are copied.

@@ -34,7 +34,7 @@ from lockstep.comm import (
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.facts import Facts
-from lockstep.grad.memory import BufferPlan, Memory
+from lockstep.grad.memory import ALIGNMENT, BufferPlan, Memory
 from lockstep.grad.table import TableSlice
 from lockstep.grad.unsummed import UnsummedBucket
 from lockstep.torch_private import _InferenceMode, gradient_of, set_gradient
@@ -108,7 +108,7 @@ class DeferredBucket(UnsummedBucket):
             gradients,
             tail_size=num_facts,
             buffers_from=group,
-            is_aligned=True,
+            alignment=ALIGNMENT,
             make=first_memory,
         )
         return cls(contents, group, *made)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lockstep.comm import SharedBuffers
+from lockstep.grad.arrangement import alignment_of
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.facts import num_facts
-from lockstep.grad.memory import aligned, gradient_dtype
+from lockstep.grad.memory import ALIGNMENT, aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
 
 
@@ -16,7 +17,7 @@ class BucketFacts(NamedTuple):
 
     parameter_names: list[str]
     gradient_bytes: int
-    sent_bytes: int  # with facts and, where gradients are deferred, what aligns them
+    sent_bytes: int  # with facts, and what aligns gradients
     is_deferred: bool
 
 
@@ -26,7 +27,7 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
         return [
             BucketFacts(
                 bucket.contents.parameter_names,
-                bucket.contents.gradients.nbytes,
+                sum(view.nbytes for view in bucket.contents.memory.views),
                 bucket.num_bytes,
                 bucket.is_deferred,
             )
@@ -36,11 +37,12 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
     found = []
     for number, (group, kind) in enumerate(assignment, 1):
         named = [reducer.table.named[index] for index in group]
-        parameters = [parameter for _, parameter in named or reducer.table.named[:1]]
-        dtype = gradient_dtype(parameters[0])
+        _, first = (named or reducer.table.named)[0]
+        dtype = gradient_dtype(first)
         num_parameters = len(reducer.table.named) if number == len(assignment) else 0
         sizes = [parameter.numel() for _, parameter in named]
-        numel = sum(map(aligned, sizes)) if kind else sum(sizes)
+        alignment = ALIGNMENT if kind else alignment_of(first, reducer.comm_hook)
+        numel = sum(aligned(size, alignment) for size in sizes)
         if num_parameters:
             numel += num_facts(num_parameters)
         if kind is DeferredBucket:

@@ -37,6 +37,10 @@ from lockstep.torch_private import _current_autograd_node, gradient_of, storage_
 # Parameters and unsummed gradients begin at multiples of this number of elements: at whole cache
 # lines.
 ALIGNMENT = 64
+# Other gradients begin at multiples of this number of bytes, as torch's allocator aligns memory: on
+# some processors the bits of a dot product depend on where numbers begin. Shown by
+# test_gradients_begin_where_those_of_one_process_may_begin.
+_LINE_BYTES = 64
 # The references to an object in a list that sys.getrefcount() is mapped over: that of the list, and
 # that of the call. A tensor that is the gradient of a parameter has one more.
 _IN_A_LIST = 2
@@ -50,9 +54,17 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.dtype if dtype is None else dtype
 
 
-def aligned(numel: int) -> int:
-    """Return the number of elements that a tensor of ``numel`` elements takes if it is aligned."""
-    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
+def aligned(numel: int, alignment: int = ALIGNMENT) -> int:
+    """Return the number of elements that a tensor of ``numel`` elements takes if it is aligned.
+
+    If ``alignment`` is 0, it isn't, and takes no more.
+    """
+    return -(-max(numel, 1) // alignment) * alignment if alignment else numel
+
+
+def line_numel(parameter: torch.Tensor) -> int:
+    """Return the number of elements of a cache line of the gradient of ``parameter``."""
+    return _LINE_BYTES // gradient_dtype(parameter).itemsize
 
 
 class Memory:

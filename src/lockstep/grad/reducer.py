@@ -233,6 +233,8 @@ class Reducer:
         """Note that the gradient of ``parameter``, if it is known here, has grown unreduced."""
         if (position := self.table.position_of.get(id(parameter))) is not None:
             self.table.accumulated[position] = 1
+            if self._runs:
+                self.sum_unsummed()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
         """Note that the gradients of ``parameters`` are ready, and launch buckets that are full.

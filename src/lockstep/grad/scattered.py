@@ -20,7 +20,7 @@ from lockstep.comm import (
     start_reduce_scatter,
 )
 from lockstep.grad.contents import Contents
-from lockstep.grad.memory import aligned
+from lockstep.grad.memory import ALIGNMENT, aligned
 from lockstep.grad.table import TableSlice
 from lockstep.grad.unsummed import UnsummedBucket
 from lockstep.torch_private import gradient_of, set_gradient
@@ -44,7 +44,7 @@ class ScatteredBucket(UnsummedBucket):
         """Make one, whose padding at the end makes the means of each rank equally many."""
         numel = sum(aligned(parameter.numel()) for _, parameter in gradients.named)
         padding = group.size() * aligned(-(-numel // group.size())) - numel
-        contents = Contents(gradients, tail_size=padding, buffers_from=group, is_aligned=True)
+        contents = Contents(gradients, tail_size=padding, buffers_from=group, alignment=ALIGNMENT)
         return cls(contents, group)
 
     def local_range(self) -> tuple[int, int]:
