@@ -64,13 +64,12 @@ def main() -> None:
         loss = F.mse_loss(model.middle(x), y)
         loss.backward()  # .grad becomes the mean over all ranks
         optimizer.step()
-        if world.rank == 0 and step % 20 == 0:
-            print(f"step {step}: loss {loss.item():.6f} on rank 0", flush=True)
+        if step % 20 == 0:
+            world.print(f"step {step}: loss {loss.item():.6f} on rank 0")
 
     if not same_on_all_ranks(model, world):
         raise SystemExit(f"rank {world.rank}: the ranks hold different parameters")
-    if world.rank == 0:
-        print(f"ranks: {world.world_size}; all of them hold the same parameters")
+    world.print(f"ranks: {world.world_size}; all of them hold the same parameters")
 
 
 if __name__ == "__main__":

@@ -98,8 +98,7 @@ def main() -> None:
             loss_sum += loss.item() * len(images)
             num_samples += len(images)
         mean_loss = mean_over_ranks(loss_sum, num_samples, world)
-        if world.rank == 0:
-            print(f"epoch {epoch}: mean loss {mean_loss:.4f}", flush=True)
+        world.print(f"epoch {epoch}: mean loss {mean_loss:.4f}")
 
 
 if __name__ == "__main__":

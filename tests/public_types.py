@@ -5,6 +5,7 @@ Nothing here is run: mypy, in ``make check``, fails where a type is another one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,6 +44,12 @@ def start(world: lockstep.World, epochs: int) -> float:
     assert_type(world.local_world_size, int)
     assert_type(world.device, torch.device)
     assert_type(world.process_group, dist.ProcessGroup | None)
+    assert_type(world.is_main, bool)
+    world.print("loss", 0.5, sep=" ", end="", file=sys.stderr, flush=False)
+    with world.main_first(local=True) as nothing:
+        assert_type(nothing, None)
+    lockstep.seed(0)
+    lockstep.seed(0.5)  # type: ignore[arg-type]
     assert_type(lockstep.launch(start, 2, (epochs,)), list[float])
     assert_type(lockstep.launch(start, ranks="threads"), list[float])
     return 0.0
@@ -93,6 +100,7 @@ def data(tensors: TensorDataset) -> None:
     assert_type(lockstep.partition([1, 2], [1, 1])[0][0], int)
     assert_type(lockstep.DataPartitioner(Words()).use(0), lockstep.Partition[str])
     loader: torch.utils.data.DataLoader[Any] = lockstep.DataLoader(tensors, batch_size=128)
+    assert_type(lockstep.DataLoader(tensors, batch_size=128).num_samples, int)
     indices: Iterable[Any] = lockstep.DistributedSampler(tensors)
     del loader, indices
 
@@ -112,6 +120,8 @@ def files(net: Net, folder: Path) -> None:
 def numbers(correct: Tensor) -> None:
     assert_type(lockstep.reduce({"correct": correct}, "sum"), dict[str, Tensor])
     assert_type(lockstep.reduce(0.5, weight=3), float)
+    assert_type(lockstep.any(correct), bool)
+    assert_type(lockstep.broadcast({"correct": correct}, 1, allow_pickle=True), dict[str, Tensor])
     lockstep.reduce(0.5, "average")  # type: ignore[arg-type]
 
 

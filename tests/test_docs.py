@@ -120,6 +120,7 @@ def test_errors_tell_of_their_help(
 # What the examples of docstrings take as given.
 SCRIPT = """
 import contextlib
+import time
 import types
 import torch
 from torch import nn

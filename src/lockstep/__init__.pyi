@@ -33,5 +33,8 @@ from .observe import trace as trace
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
+from .seeds import seed as seed
+from .values import any as any
+from .values import broadcast as broadcast
 from .world import World as World
 from .world import init as init

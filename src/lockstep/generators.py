@@ -19,6 +19,7 @@ from lockstep.comm import bytes_of
 
 # The bytes of the state of a Mersenne Twister: 624 words and a position.
 _TWISTER_BYTES = 2500
+_MASK = 2**64 - 1
 
 
 class Generator(ABC):
@@ -251,3 +252,17 @@ def global_generators() -> Generators:
     if (numpy := _numpy_random()) is not None:
         found["numpy"] = _NumPy(numpy.get_state.__self__)
     return found
+
+
+def mixed(*numbers: int) -> int:
+    """Return a seed from 0 to ``2**63 - 1``, another one for each sequence of whole numbers.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+    """
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1

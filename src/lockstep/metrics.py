@@ -78,7 +78,7 @@ def reduce(
         TypeError: If a value can't be reduced, such as a string.
         ValueError: If there is no such ``op``, or weights are negative, not finite, or all 0.
     """
-    group, device = _ranks("reduce", process_group)
+    group, device = ranks_of_call("reduce", process_group)
     refused: Exception | None = None
     try:
         local = _leaves_of(tree, op, device)
@@ -118,7 +118,7 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
     Raises:
         CollectiveMismatch: On every rank, if dtypes or numbers of dimensions differ otherwise.
     """
-    ranks, device = _ranks("gather_all_tensors", group)
+    ranks, device = ranks_of_call("gather_all_tensors", group)
     local = {"result": result.detach().to(device)}
     facts = json.dumps({"result": _fact(local["result"])})
     by_rank = [*map(json.loads, all_gather_bytes(ranks, facts.encode(), device))]
@@ -140,10 +140,10 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
     return gathered
 
 
-def _ranks(
+def ranks_of_call(
     call: str, process_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup, torch.device]:
-    """Return the ranks that ``call`` combines, and the device on which it does."""
+    """Return the ranks that ``call`` is of, and the device of the tensors that it sends."""
     refuse_in_replica(f"lockstep.{call}")
     group = group_or_all(process_group)
     if group is None or group.size() == 1:

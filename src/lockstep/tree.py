@@ -115,8 +115,9 @@ class Collector:
                 scalar = isinstance(value, numpy.generic)
                 return {"scalar" if scalar else "ndarray": self.add(torch.from_numpy(array), path)}
         raise TypeError(
-            f"{path!r} is a {kind.__name__}, which isn't saved: numbers, strings, bytes, tensors, "
-            "lists, tuples, sets and dictionaries of them are, and objects with a state_dict()."
+            f"{path!r} is a {kind.__name__}, which is neither saved nor sent: numbers, strings, "
+            "bytes, tensors, lists, tuples, sets and dictionaries of them are, and objects with a "
+            "state_dict() are saved."
         )
 
     def add(self, tensor: torch.Tensor, path: str) -> str:

@@ -278,7 +278,7 @@ def test_paths_that_make_no_sense_are_refused(tmp_path) -> None:
     assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "rank-0.bin"]
     with pytest.raises(ValueError, match="path is empty"):
         lockstep.save("", step=4)
-    with pytest.raises(TypeError, match="'layer' is a type, which isn't saved"):
+    with pytest.raises(TypeError, match="'layer' is a type, which is neither saved nor sent"):
         lockstep.save(tmp_path / "run", layer=nn.Linear)
 
 

@@ -416,3 +416,30 @@ def test_rows_of_tensors_are_the_batches_that_torch_makes(num_workers: int) -> N
 def test_a_worker_is_begun_with_the_users_dataset() -> None:
     each = lockstep.DataLoader(Numbers(6), 3, num_workers=1, worker_init_fn=start_of_worker)
     assert [numbers_of(batch) for batch in each] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_number_of_samples_is_that_of_all_ranks() -> None:
+    data = TensorDataset(torch.arange(10))
+    streams = Stream(10)
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]]:
+        def loader(*args: Any, **options: Any) -> lockstep.DataLoader[Any]:
+            return lockstep.DataLoader(data, *args, process_group=group, **options)
+
+        batches = BatchSampler(RandomSampler(data, num_samples=7), 3, drop_last=True)
+        loaders = [
+            loader(4),
+            loader(4, drop_last=True),
+            loader(4, sampler=WeightedRandomSampler([1.0] * 10, 6)),
+            loader(batch_sampler=batches),
+        ]
+        for each in loaders:
+            given = sum(len(x) for (x,) in each)
+            assert lockstep.reduce(given, "sum", process_group=group) == each.num_samples
+        with pytest.raises(TypeError, match="A list tells how many batches it gives, not how many"):
+            _ = loader(batch_sampler=[[0, 1], [2, 3]]).num_samples
+        with pytest.raises(TypeError, match="has no len"):
+            _ = lockstep.DataLoader(streams, 4, process_group=group).num_samples
+        return [(len(each), each.num_samples) for each in loaders]
+
+    assert run_ranks(2, body) == [[(3, 10), (2, 8), (2, 6), (2, 6)]] * 2

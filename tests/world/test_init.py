@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import errors
-from lockstep.world import Placement, Starter
+from lockstep.world import Placement, Starter, agreement
 from lockstep.world import world as world_module
 from lockstep.world.world import RankContext, _place_on_host
 from tests.launcher.bench import free_port
@@ -254,7 +254,7 @@ def test_an_explicit_backend_that_fails_is_an_error(monkeypatch) -> None:
 def test_interfaces_that_nccl_does_not_have_are_told_of_before_ranks_connect(monkeypatch) -> None:
     torch_variables(monkeypatch, 0, 1, free_port())
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=nope")
-    monkeypatch.setattr(world_module, "_uses_nccl", lambda *_: True)
+    monkeypatch.setattr(agreement, "uses_nccl", lambda *_: True)
     with pytest.raises(errors.BackendUnavailable, match=r"On rank 0: NCCL_SOCKET_IFNAME=.*has lo"):
         lockstep.init()
 

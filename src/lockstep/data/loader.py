@@ -6,8 +6,8 @@ import copy
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,13 @@ from lockstep.data.batches import (
 from lockstep.data.faults import telling_how_workers_end
 from lockstep.data.iterable import Asked, Request, StreamReader, global_stream
 from lockstep.data.order import MAX_KEPT
-from lockstep.data.pace import Pace
+from lockstep.data.pace import Pace, checked_shares
 from lockstep.data.partition import cuts
-from lockstep.data.random_state import mixed
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
 from lockstep.data.workers import WorkerSampler, loader_with_workers
 from lockstep.errors import SplitError
+from lockstep.generators import mixed
 from lockstep.world import group_or_all
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -149,7 +149,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if shares == "auto":
             self._pace = Pace(group, max(1, self.num_workers) * (self.prefetch_factor or 1) + 1)
         elif shares is not None:
-            self._shares = _checked_shares(shares, self._num_ranks)
+            self._shares = checked_shares(shares, self._num_ranks)
         if seed is None and isinstance(self.generator, torch.Generator):
             seed = self.generator.initial_seed()
         self._seed = None if seed is None else as_whole_number("seed", seed)
@@ -217,6 +217,22 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         torchs = (RandomSampler, SequentialSampler)
         is_given = self.batch_sampler is not None or self._is_iterable
         return is_given or not isinstance(self.sampler, torchs)
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of an epoch, of all ranks together; ``len(loader)`` is its steps.
+
+        Raises:
+            TypeError: If the dataset, or a batch sampler of the program's, doesn't tell.
+        """
+        batches = self.batch_sampler
+        if self._is_iterable or not isinstance(batches, BatchSampler):
+            if self.batch_size is None:
+                name = type(self.sampler if batches is None else batches).__name__
+                raise TypeError(f"A {name} tells how many batches it gives, not how many samples.")
+            return len(cast(Sized, self.dataset))
+        number = len(cast(Sized, batches.sampler))
+        return number - number % batches.batch_size if batches.drop_last else number
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from 0; trainers call it."""
@@ -468,17 +484,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         indices = batch[:1] if is_empty else batch[start:stop]
         indices = indices.tolist() if isinstance(indices, torch.Tensor) else indices
         return LocalBatch([*indices], seed, position + start, is_empty)
-
-
-def _checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
-    wanted = f"'auto' or {num_ranks} whole numbers, one for each rank, such as [3, 1]"
-    if isinstance(shares, str) or not isinstance(shares, Sequence):
-        raise TypeError(refusal("shares", shares, wanted))
-    checked = tuple(as_whole_number("shares", share, wanted) for share in shares)
-    fits = len(checked) == num_ranks or (num_ranks == 1 and checked)
-    if not fits or min(checked) < 0 or not any(checked):
-        raise SplitError(f"shares is {list(shares)}; needed is {wanted}, and not all of them 0.")
-    return checked if num_ranks > 1 else (1,)
 
 
 def _length_of(dataset: Any) -> int | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import all_gather, device_of_facts, waited_seconds
+from lockstep.errors import SplitError
 
 # The number of batches after which the ranks compare how long they took.
 _INTERVAL = 8
@@ -63,3 +67,15 @@ class Pace:
         total = sum(self._speeds)
         shares = tuple(max(1, round(_NUM_SHARES * speed / total)) for speed in self._speeds)
         self._shares, self._later = self._later[1], (number + self.ahead, shares)
+
+
+def checked_shares(shares: Any, num_ranks: int) -> tuple[int, ...]:
+    """Return ``shares`` as a tuple with one for each rank, of which not all are 0."""
+    wanted = f"'auto' or {num_ranks} whole numbers, one for each rank, such as [3, 1]"
+    if isinstance(shares, str) or not isinstance(shares, Sequence):
+        raise TypeError(refusal("shares", shares, wanted))
+    checked = tuple(as_whole_number("shares", share, wanted) for share in shares)
+    fits = len(checked) == num_ranks or (num_ranks == 1 and checked)
+    if not fits or min(checked) < 0 or not any(checked):
+        raise SplitError(f"shares is {list(shares)}; needed is {wanted}, and not all of them 0.")
+    return checked if num_ranks > 1 else (1,)

@@ -10,26 +10,10 @@ from typing import Any
 
 from lockstep.generators import global_generators
 
-_MASK = 2**64 - 1
-
 # Held while samples are read in this process: ranks that are threads share the generators.
 exclusive = threading.RLock()
 # As for the locks of logging: a thread that isn't in the child may have held it.
 os.register_at_fork(after_in_child=exclusive._at_fork_reinit)  # type: ignore[attr-defined]
-
-
-def mixed(*numbers: int) -> int:
-    """Return a seed from 0 to ``2**63 - 1``, another one for each sequence of whole numbers.
-
-    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
-    """
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 class RandomState:

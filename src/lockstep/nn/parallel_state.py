@@ -31,6 +31,7 @@ from lockstep.nn.loss_scale import watch_scalers
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _execution_engine
+from lockstep.world import begin_own_noise, seed_of_run
 
 _log = logging.getLogger(__name__)
 
@@ -295,7 +296,8 @@ def attach(
     if group is not None and options.init_sync and not is_copy:
         left_alone = options.left_alone(module)
         # With a refusal too, which it raises: otherwise the other ranks would wait for this one.
-        check_same_model(module, group, options._asdict(), refusal, left_alone)
+        compared = {**options._asdict(), "seed": seed_of_run()}
+        check_same_model(module, group, compared, refusal, left_alone)
         named = [*module.named_parameters(), *module.named_buffers()]
         broadcast_tensors(group, [t.detach() for name, t in named if name not in left_alone])
     elif refusal is not None:
@@ -309,6 +311,7 @@ def attach(
         )
     new_engines: list[Engine] = []
     if group is not None:
+        begin_own_noise()
         engine = backward_sync_of(group).new_engine(module, options, inner, is_copy=is_copy)
         if engine.parameters:
             new_engines.append(engine)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,17 +31,16 @@ from lockstep.comm import (
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.spans import span
 from lockstep.torch_private import _get_default_store
+from lockstep.world.agreement import Wanted, agreed_device, uses_nccl
 from lockstep.world.apart import look_at_the_end, watch_optimizers
 from lockstep.world.devices import (
-    carried_device,
     carriers,
     choose_backend,
     make_current,
-    one_kind,
     usable_device,
 )
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment, gloo_interfaces
-from lockstep.world.nccl import check_nccl_interfaces
+from lockstep.world.main_first import first_alone
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun
 from lockstep.world.rendezvous import (
@@ -53,6 +51,14 @@ from lockstep.world.rendezvous import (
     meet,
     roll_call,
 )
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class _File(Protocol):
+        def write(self, text: str, /) -> object: ...
+        def flush(self) -> object: ...
+
 
 _log = logging.getLogger("lockstep")
 
@@ -66,8 +72,7 @@ class World:
 
         world = lockstep.init()
         model.to(world.device)
-        if world.rank == 0:
-            print(f"{world.world_size} ranks, {world.local_world_size} of them on this host")
+        world.print(f"{world.world_size} ranks, {world.local_world_size} of them on this host")
 
     Attributes:
         rank: Its number, from 0 to ``world_size - 1``.
@@ -87,6 +92,44 @@ class World:
     process_group: dist.ProcessGroup | None
     starter: Starter
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main rank: number 0, of all hosts."""
+        return self.rank == 0
+
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: _File | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on the main rank alone, at once. The arguments are those of ``print()``."""
+        if self.is_main:
+            print(*values, sep=sep, end=end, file=file, flush=flush)
+
+    def main_first(self, *, local: bool = False) -> AbstractContextManager[None]:
+        """A context that the main rank goes through first: a download, a cache to be filled. ::
+
+            with world.main_first():
+                prepare("data")  # the other ranks find it there
+
+        Every rank must enter it. The others wait before it until the main rank has left it, up to
+        the timeout of ``init()``; nobody waits for them. If the main rank raises an ``Exception``
+        inside, the others don't begin.
+
+        Args:
+            local: Whether the first rank of each host is main, for disks that hosts don't share.
+
+        Raises:
+            CollectiveFailed: On ranks that wait: if a main rank has failed inside, with what it
+                raised; if it is lost or late (:class:`PeerLost`, :class:`CollectiveTimeout`); or
+                inside of ``join()``.
+        """
+        is_first = (self.local_rank if local else self.rank) == 0
+        return first_alone(self.process_group, is_first)
+
 
 @dataclass
 class RankContext:
@@ -96,6 +139,8 @@ class RankContext:
     store: dist.Store | None = None  # where the threads of a launch meet
     num_inits: int = 0  # the number of groups that it has joined
     world: World | None = None  # the last result of init(), of the group that was default then
+    seed: int | None = None  # that of lockstep.seed()
+    begin_noise: Callable[[], None] | None = None  # which makes random numbers differ by rank
 
     def new_prefix(self) -> str:
         """A prefix for keys in a store, which outlives the groups whose ranks meet there."""
@@ -104,6 +149,13 @@ class RankContext:
 
 
 _of_process = RankContext()
+
+
+def rank_state() -> RankContext:
+    """The state of this rank."""
+    return rank_context().init_state or _of_process
+
+
 # Called with the World of each rank of this process that joins the others, on every rank.
 when_joined: list[Callable[[World], None]] = []
 
@@ -117,14 +169,6 @@ def as_rank(placement: Placement, store: dist.Store) -> Iterator[None]:
         yield
     finally:
         context.init_state = None
-
-
-class _Wanted(NamedTuple):
-    """The arguments of ``init()``."""
-
-    backend: str | None
-    device: torch.device | None
-    timeout: timedelta
 
 
 def init(
@@ -169,8 +213,8 @@ def init(
     check_type("backend", backend, str | None, "the name of a backend, such as 'gloo'")
     register_backends()
     _check_backend(backend)
-    wanted = _Wanted(backend, checked_device, _checked_timeout(timeout))
-    rank: RankContext = rank_context().init_state or _of_process
+    wanted = Wanted(backend, checked_device, _checked_timeout(timeout))
+    rank = rank_state()
     if rank.world is None or rank.world.process_group is not _default_group():
         world = _join_others(rank, wanted)
         for function in when_joined:
@@ -182,7 +226,7 @@ def init(
     return rank.world
 
 
-def _join_others(rank: RankContext, wanted: _Wanted) -> World:
+def _join_others(rank: RankContext, wanted: Wanted) -> World:
     if rank.placement is not None:
         return _join_threads(rank, rank.placement, wanted)
     if dist.is_initialized():
@@ -221,8 +265,7 @@ def group_or_all(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
 
 def device_in(group: dist.ProcessGroup) -> torch.device | None:
     """The device of this rank if ``group`` is the one that it has joined by ``init()``."""
-    rank: RankContext = rank_context().init_state or _of_process
-    world = rank.world
+    world = rank_state().world
     return world.device if world is not None and world.process_group is group else None
 
 
@@ -256,7 +299,7 @@ def _check_backend(backend: str | None) -> None:
             )
 
 
-def _check_same(world: World, wanted: _Wanted) -> None:
+def _check_same(world: World, wanted: Wanted) -> None:
     backend, device, _ = wanted
     there = world.device
     if device not in (None, there, torch.device(there.type)):
@@ -274,25 +317,25 @@ def _check_same(world: World, wanted: _Wanted) -> None:
         )
 
 
-def _join_threads(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+def _join_threads(rank: RankContext, place: Placement, wanted: Wanted) -> World:
     device, local = wanted.device or torch.device("cpu"), (place.rank, place.world_size)
     if not dist.is_initialized():
         assert rank.store is not None
         store = dist.PrefixStore(rank.new_prefix(), rank.store)
         wanted = wanted._replace(backend=wanted.backend or THREADS, device=device)
-        device = _agreed_device(place, local, wanted, store)
+        device = agreed_device(place, local, wanted, store)
         _create_group(place, device, wanted, store)
     return _world(place, device, local)
 
 
-def _join(rank: RankContext, place: Placement, wanted: _Wanted) -> World:
+def _join(rank: RankContext, place: Placement, wanted: Wanted) -> World:
     store = meet(place, wanted.timeout)
     claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
     hosts = roll_call(store, place, wanted.timeout, note=_this_host())
     local = _place_on_host(place, hosts)
     _choose_addresses(place, store, wanted.timeout)
-    device = _agreed_device(place, local, wanted, store)
+    device = agreed_device(place, local, wanted, store)
     make_current(device)
     _create_group(place, device, wanted, store)
     atexit.register(_leave)
@@ -328,50 +371,6 @@ def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
     return here.index(place.rank), len(here)
 
 
-def _agreed_device(
-    place: Placement, local: tuple[int, int], wanted: _Wanted, store: dist.Store
-) -> torch.device:
-    """Return the device of this rank, when all ranks have told theirs.
-
-    Raises:
-        BackendUnavailable: On every rank, if one can't have the device that it wants, or if the
-            devices have no default backend together, or NCCL, if it is used, has no interface.
-    """
-    device, trouble, of_nccl = torch.device("cpu"), "", ""
-    try:
-        device = usable_device(place, local, wanted.device, wanted.backend)
-        device = carried_device(device, wanted.backend, is_chosen=wanted.device is None)
-    except BackendUnavailable as error:
-        trouble = str(error)
-    if _uses_nccl(wanted.backend or choose_backend(device), device):
-        try:
-            check_nccl_interfaces(os.environ, addresses())
-        except BackendUnavailable as error:
-            of_nccl = str(error)  # it doesn't matter if the ranks take the CPU
-    note = json.dumps([device.type, wanted.device is None, trouble, of_nccl])
-    notes = roll_call(dist.PrefixStore("devices", store), place, wanted.timeout, note)
-    kinds, chosen, *troubles = zip(*map(json.loads, notes), strict=True)
-    _raise_first(troubles[0])
-    if wanted.backend is None and one_kind(kinds, chosen) is None:
-        if place.rank == 0:
-            _log.warning(
-                "Ranks compute on the CPU: not every host has a device for each of its ranks."
-            )
-        return torch.device("cpu")
-    _raise_first(troubles[1])
-    return device
-
-
-def _raise_first(troubles: Sequence[str]) -> None:
-    for rank, told in enumerate(troubles):
-        if told:
-            raise BackendUnavailable(f"On rank {rank}: {told}")
-
-
-def _uses_nccl(backend: str, device: torch.device) -> bool:
-    return "nccl" in backend and device.type == "cuda"
-
-
 def _name_default(device: torch.device, backend: str) -> None:
     """Tell torch which backend is the first of those of the group of all ranks."""
     # It knows NCCL alone. Otherwise it warns of a missing one when the group is destroyed.
@@ -382,7 +381,7 @@ def _name_default(device: torch.device, backend: str) -> None:
 
 
 def _create_group(
-    place: Placement, device: torch.device, wanted: _Wanted, store: dist.Store
+    place: Placement, device: torch.device, wanted: Wanted, store: dist.Store
 ) -> None:
     """Create the group with the wanted backend.
 
@@ -393,7 +392,7 @@ def _create_group(
         options: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size}
         # A backend of ours connects NCCL with the first tensor on a device.
         has_ours = not {SHM, THREADS}.isdisjoint(carriers(backend).values())
-        if _uses_nccl(backend, device) and not has_ours:
+        if uses_nccl(backend, device) and not has_ours:
             options["device_id"] = device  # NCCL connects now, so that it fails here if it does
         try:
             dist.init_process_group(backend, store=store, timeout=wanted.timeout, **options)
@@ -433,7 +432,7 @@ def _create_group(
     return create(GLOO, dist.PrefixStore("gloo", store))
 
 
-def _from_existing_group(wanted: _Wanted) -> World:
+def _from_existing_group(wanted: Wanted) -> World:
     group = dist.group.WORLD
     assert group is not None
     place = Placement(Starter.PROCESS_GROUP, group.rank(), group.size(), None, None)
@@ -455,7 +454,7 @@ def _from_existing_group(wanted: _Wanted) -> World:
     local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
     place = replace(place, one_device_per_task=told.one_device_per_task)
     wanted = wanted._replace(backend=str(dist.get_backend_config(group)))
-    device = _agreed_device(place, local, wanted, store)
+    device = agreed_device(place, local, wanted, store)
     if wanted.device is not None:  # otherwise the program has made one current, or will
         make_current(device)
     return _world(place, device, local)

@@ -1,0 +1,35 @@
+"""The seed of the run, which ``lockstep.seed()`` sets, and when ranks begin to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.world.world import rank_state
+
+
+def is_thread() -> bool:
+    """Whether this rank is a thread, which has its generators in common with others."""
+    return rank_state().placement is not None
+
+
+def set_seed_of_run(number: int, begin_noise: Callable[[], None] | None) -> None:
+    """Remember the seed; :func:`begin_own_noise` is to call ``begin_noise``."""
+    state = rank_state()
+    state.seed, state.begin_noise = number, begin_noise
+
+
+def seed_of_run() -> int | None:
+    """What the program last gave to ``lockstep.seed()`` on this rank, or None."""
+    return rank_state().seed
+
+
+def begin_own_noise() -> None:
+    """Let this rank draw other random numbers than the others, if the run has a seed.
+
+    ``parallelize()`` calls it when all ranks have the same model; the first time after each
+    ``lockstep.seed()`` counts.
+    """
+    state = rank_state()
+    begin, state.begin_noise = state.begin_noise, None
+    if begin is not None:
+        begin()
