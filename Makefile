@@ -64,6 +64,7 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	$(BIN)/lockstep run -n 2 -m benchmarks.trace
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.restarts
 
 stranger: .venv/ready  ## Do what docs/start.md says, in a new environment
 	$(BIN)/python tests/stranger.py
