@@ -76,7 +76,7 @@ SHELVES = {
         "comm": 6_150,
         "world": 2_680,
         "grad": 2_900,
-        "nn": 7_360,
+        "nn": 7_380,
         "launcher": 5_300,
         "train": BUDGET_OF_A_MODULE,
     },

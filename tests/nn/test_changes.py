@@ -346,3 +346,112 @@ def test_what_is_put_in_behind_torchs_back_is_never_trained_apart(
 
     mine, theirs = run_ranks(2, body)
     assert all(map(torch.equal, mine, theirs))
+
+
+def set_parameters(model: nn.Module) -> None:
+    for part in model.modules():
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            setattr(part, name, nn.Parameter(2 * parameter.detach()))
+
+
+def assign_state(model: nn.Module) -> None:
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@BOTH
+@pytest.mark.parametrize("time", [0, 1, 2])
+@pytest.mark.parametrize(
+    "change", [set_parameters, assign_state, replace_parameters, replace_modules, overwrite]
+)
+def test_what_is_put_in_place_before_a_backward_is_known_from_then_on(
+    change: Callable, time: int, parallel: Callable
+) -> None:
+    """The backward adds to the parameters of its forward, as in one process."""
+
+    def gradients(model: nn.Module, trained: nn.Module, x: torch.Tensor) -> list:
+        found = []
+        for now in range(time + 3):
+            model.zero_grad()
+            loss = trained(x).square().mean()
+            if now == time:
+                change(model)
+            loss.backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        return found
+
+    def body(rank: int, group: dist.ProcessGroup) -> list:
+        model = net()
+        return gradients(model, parallel(model, group), parts(2)[rank])
+
+    alone = net()
+    expected = gradients(alone, alone, parts(2).flatten(0, 1))
+    assert {each is None for each in expected[time]} == {True}
+    assert {each is None for each in expected[time + 1]} == {True, False}
+    for found in run_ranks(2, body):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank_with", [0, 1])
+def test_what_one_rank_alone_puts_in_behind_torchs_back_is_named_on_all(rank_with: int) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(net(), group)
+        loss = model(parts(2)[rank]).sum()
+        if rank == rank_with:
+            replace_parameters(model)
+        with pytest.raises(
+            errors.ModelMismatch, match=r"'first\.weight' is a .*parameter \(6, 4\)"
+        ):
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_behind_torchs_back_that_one_rank_has_is_named_on_all() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model, x = in_place(net(), group), parts(2)[rank]
+        model.branches[0]._parameters["weight"] = nn.Parameter(torch.ones(3, 6).double())
+        branch = 0 if rank else None
+        with pytest.raises(errors.ParameterChanged, match=r"'branches\.0\.weight' was put"):
+            model(x, branch).sum().backward()
+        model.zero_grad()
+        model(x, branch).sum().backward()
+        return [model.branches[0].weight.grad]
+
+    (first,), (second,) = run_ranks(2, body)
+    assert torch.equal(first, second)
+
+
+class WithoutCalls(nn.Module):
+    """A loss whose forward calls no module, so that none of their hooks runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).square().sum()
+
+
+@pytest.mark.parametrize("change", [set_parameters, assign_state, replace_parameters])
+def test_all_parameters_of_a_model_that_is_not_called_are_never_trained_apart(
+    change: Callable,
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model, x = in_place(WithoutCalls(), group), parts(2)[rank]
+        for time in range(4):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            if time == 2:
+                change(model)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                model.loss(x).backward()
+                with pytest.raises(errors.ParameterChanged, match=r"'weight' was put in its place"):
+                    optimizer.step()
+            model.zero_grad()
+            model.loss(x).backward()
+            optimizer.step()
+        return [model.weight.detach(), model.weight.grad]
+
+    mine, theirs = run_ranks(2, body)
+    assert all(map(torch.equal, mine, theirs))

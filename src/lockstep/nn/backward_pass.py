@@ -73,7 +73,7 @@ class BackwardPass:
         """Wait for the gradients of all engines, and exchange buffers behind the last ones."""
         engines = self.engines
         for engine in engines:
-            engine.reducer.launch_last(tells=engine.buffers.has_changed())
+            engine.reducer.launch_last(tells=engine.has_to_tell())
         # Buffers are exchanged along with the last gradients, and not before the next forward,
         # which could be any method, and would wait. After the launch of all buckets, since ranks
         # have launched different numbers of buckets until here.
@@ -83,7 +83,7 @@ class BackwardPass:
             failures.append(engine.finish_backward())
             finish_buffers()
         for engine in [one for one in engines if one.reducer.last.was_told]:
-            engine.buffers.agree()
+            engine.agree()
         self.failed_elsewhere = next(filter(None, failures), None)
         return Outcome.SUCCEEDED if self.failed_elsewhere is None else Outcome.FAILED_ELSEWHERE
 

@@ -259,28 +259,59 @@ class Engine:
         return self.is_stale or self._tracked.have_changed()
 
     def put_behind(self) -> dict[str, nn.Parameter]:
-        """Return, by name, trained parameters that were put in place without telling torch."""
+        """Return, by name, trained parameters that were put in place since the last refresh."""
         module = self.module
         if module is None or self._tracked.are_in_places():
             return {}
         named = self._named_in(module)
         return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.table.ids}
 
-    def refuse_put_behind(self) -> None:
-        """Raise ParameterChanged if parameters with gradients were put in place behind torch."""
-        for name, parameter in self.put_behind().items():
-            self.is_stale = True
-            if parameter.grad is not None:
-                raise ParameterChanged(
-                    f"{name!r} was put in its place without telling torch (say, in "
-                    "module._parameters, as moving a model to another device does), so its "
-                    "gradient was not reduced. Repeat the step: it is known from now on."
-                )
+    def has_to_tell(self) -> bool:
+        """Whether the other ranks have to know of changes that torch hasn't told of.
 
-    def refresh(self, *, in_backward: bool) -> None:
+        Otherwise a rank would wait for ranks that know of none. If any rank has told, every rank
+        calls :meth:`agree` at the end of the backward.
+        """
+        return self.buffers.has_changed() or (not self.is_stale and bool(self.put_behind()))
+
+    def agree(self) -> None:
+        """Agree with the other ranks on buffers and parameters. Every rank must call it.
+
+        Raises:
+            ModelMismatch: If the ranks' modules have changed in different ways.
+            ParameterChanged: On every rank, as :meth:`take_put_behind`.
+        """
+        self.buffers.agree()
+        if any(any_rank(self.process_group, [bool(self.put_behind())])):
+            self.take_put_behind()
+
+    def take_put_behind(self) -> None:
+        """Continue with parameters that were put in place. Every rank must call it.
+
+        A backward of an earlier forward has added nothing to these.
+
+        Raises:
+            ModelMismatch: If the ranks' modules have changed in different ways.
+            ParameterChanged: On every rank, if any has a gradient there, which was not reduced.
+        """
+        put = self.put_behind()
+        is_used = [parameter.grad is not None for parameter in put.values()]
+        self.refresh(in_backward=False, is_agreed=True)  # all ranks have the same names then
+        if self.number:
+            is_used = any_rank(self.process_group, is_used)
+        for name in compress(put, is_used):
+            raise ParameterChanged(
+                f"{name!r} was put in its place without telling torch (say, in "
+                "module._parameters, as moving a model to another device does), or after the last "
+                "forward of a module, so its gradient was not reduced. Repeat the step: it is "
+                "known from now on."
+            )
+
+    def refresh(self, *, in_backward: bool, is_agreed: bool = False) -> None:
         """Continue with the parameters that the module has now; new ones get rank 0's values.
 
-        Every rank must call it, except for a copied model that has not been trained yet.
+        Every rank must call it, except for a copied model that has not been trained yet. If it
+        ``is_agreed``, some rank has others.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
@@ -291,7 +322,7 @@ class Engine:
             return
         named = self._named_in(module)
         self._find_buffers(module)
-        if self._tracked.are_those(named):
+        if not is_agreed and self._tracked.are_those(named):
             self._tracked.look_at_places(module, self._inner)
             return  # if there are other buffers, the ranks agree on them after the backward
         if not self.number:
@@ -299,8 +330,10 @@ class Engine:
             self._take(module, self.reducer)
             return
         trained = {id(p) for _, p in named if p.requires_grad}
+        added = {name: p.detach() for name, p in self._tracked.are_new(named).items()}
+        left_out = self._options.left_alone(module)
         try:
-            check_same_model(module, self.process_group, left_out=self._options.left_alone(module))
+            check_same_model(module, self.process_group, left_out=left_out, new=added)
         except ModelMismatch as error:
             error.add_note("They were the same when they were made parallel, but changed since.")
             raise
@@ -316,7 +349,6 @@ class Engine:
             )
             raise
         more = self.buffers.accept()
-        added = {name: p.detach() for name, p in self._tracked.are_new(named).items()}
         before = [p.clone() for p in added.values()] if in_backward else []
         broadcast_tensors(self.process_group, [*more, *added.values()])
         self._reduce_removed(trained)
@@ -371,15 +403,8 @@ class Engine:
             self.reducer.mark_unused(p for p in unused if id(p) not in ids)
 
     def finish_backward(self) -> CollectiveFailed | None:
-        """Finish the reduction; return the error to raise if it failed on another rank.
-
-        Raises:
-            ParameterChanged: If the module has got other parameters without telling torch.
-        """
-        failed_elsewhere = self.reducer.finish()
-        if not self.is_stale:  # else torch has told of the change
-            self.refuse_put_behind()
-        return failed_elsewhere
+        """Finish the reduction; return the error to raise if it failed on another rank."""
+        return self.reducer.finish()
 
     def end_backward(self) -> None:
         """Queue no gradients any more: the backward is over."""

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed, refuse_distributed_context
-from lockstep.nn.backward import all_engines, backward_sync_of, engines_with
+from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine
 from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
@@ -197,22 +197,18 @@ def note_step(optimizer: Optimizer, engines: Collection[Engine]) -> None:
 
 
 def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[Engine]) -> None:
-    """Raise if all parameters of a model were put in place behind torch: then no hook has run.
+    """Raise if all parameters of a model were put in place, and no forward of a module followed.
 
-    They are among ``parameters``, if the optimizer has been made since; or those that it has are
-    of ``engines``. An engine that has reduced gradients since the last step has looked for itself.
+    Then no hook has run. They are among ``parameters``, if the optimizer has been made since; or
+    those that it has are of ``engines``. An engine that has reduced gradients since the last step
+    has looked for itself.
     """
     for engine in all_engines():
-        is_told = engine.is_stale  # torch has told of the change
-        if (
-            engine.is_syncing
-            and not is_told
-            and engine.num_backwards == engine.stepped.num_backwards
-        ):
+        if engine.is_syncing and engine.num_backwards == engine.stepped.num_backwards:
             new = {*map(id, engine.put_behind().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
-                mark_stale(engine)
-                engine.refuse_put_behind()
+                finish_failed(engine.process_group)
+                engine.take_put_behind()
 
 
 def _is_in_a_step() -> bool:

@@ -28,6 +28,8 @@ def check_same_model(
     options: Mapping[str, object] | None = None,
     refusal: ModelError | None = None,
     left_out: Collection[str] = (),
+    *,
+    new: Collection[str] = (),
 ) -> None:
     """Raise on every rank unless all have the same model, the same options, and no refusal.
 
@@ -41,6 +43,7 @@ def check_same_model(
         options: Further values that must be the same.
         refusal: The reason why this rank can't go on, and so no rank can.
         left_out: Names of parameters and buffers that may differ.
+        new: Names of parameters that were put in place since ranks had the same model.
 
     Raises:
         ModelMismatch: Naming the first difference with both sides, or another rank's refusal.
@@ -51,7 +54,7 @@ def check_same_model(
     refusal = refusal or _refusal_of_devices(module, group, left_out)
     facts = {
         "refusal": str(refusal or ""),
-        "tensors": _descriptions(module, group, left_out),
+        "tensors": _descriptions(module, group, left_out, new),
         "options": {name: str(value) for name, value in (options or {}).items()},
     }
     # The same kind on every rank, wherever their models are.
@@ -143,7 +146,7 @@ def _kept_in_step(
 
 
 def _descriptions(
-    module: nn.Module, group: dist.ProcessGroup, left_out: Collection[str]
+    module: nn.Module, group: dist.ProcessGroup, left_out: Collection[str], new: Collection[str]
 ) -> dict[str, str]:
     """Describe what must be the same, as ``{"fc.weight": "a parameter (50, 320) float32"}``.
 
@@ -158,7 +161,8 @@ def _descriptions(
         found[name] = f"a buffer {_form(tensor)}{place}"
         if name in buffers:
             continue
-        kind = "a parameter" if tensor.requires_grad else "a frozen parameter"
+        kind = "a new parameter" if name in new else "a parameter"
+        kind = kind if tensor.requires_grad else kind.replace("parameter", "frozen parameter")
         found[name] = f"{kind} {_form(tensor)}{place}"
         dtype = tensor.dtype if is_lazy(tensor) else gradient_dtype(tensor)
         if tensor.requires_grad and dtype != tensor.dtype:
