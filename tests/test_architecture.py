@@ -93,7 +93,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 5_100,
+        "observe": 5_200,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

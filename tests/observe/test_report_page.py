@@ -67,7 +67,7 @@ def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
 def test_a_page_may_have_any_names_in_it() -> None:
     ranks = [rank_of(0, [5, 15], [10, 20]), rank_of(1, [5, 15], [10, 20])]
     bad = "</script><b>&"
-    facts = {0: {"bytes": 100, "parameters": [bad], "index": 0}}
+    facts = {0: {"bytes": 100, "parameters": bad, "index": 0}}
     entry = {"step": 1, "time": 12 * MS, "log": {bad: 0.5}}
     ranks[0] = ranks[0]._replace(bucket_facts=facts, logged=[entry])
     html = "".join(page(bad, bad, bad, ranks, step_times(ranks), (("rank",), [["0"]])))

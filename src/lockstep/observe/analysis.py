@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Generic, NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns
+from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns, in_order, is_among
 from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, slowest_loader
 
 # What a rank does by itself; "other" is what no span tells.
@@ -37,6 +37,7 @@ _PHASES_OF_SPANS = dict.fromkeys(("launch", "average", "rows"), "collectives")
 _OF_TRAINING = ("data", "forward")  # unless they are in an evaluation
 _SENDS_GRADIENTS = ("backward", "average")
 _NEVER = 1 << 63  # later than any time
+_MANY = 4096
 # A rank is late if the others wait for it at least this part of the time, and longer than for any
 # other by this factor.
 _LATE_PART, _LATE_FACTOR = 0.05, 2.0
@@ -168,6 +169,11 @@ def buckets_by_step(found: RankSpans) -> ByStep[Bucket]:
     return ByStep(buckets, buckets.order("step"))
 
 
+class _Interval(NamedTuple):
+    start: int
+    stop: int
+
+
 class _Step(NamedTuple):
     """A step that a rank has finished."""
 
@@ -182,12 +188,12 @@ def _finished(found: RankSpans) -> Iterator[_Step]:
     """Yield the steps that a rank has finished, in their order."""
     spans, buckets = spans_by_step(found), buckets_by_step(found)
     # With several optimizers, the last step may have ended for some of them alone.
-    ended = {end.step for end in found.step_ends}
+    ended = in_order(end.step for end in found.step_ends)
     former, former_stop = -1, 0
     for number in spans:
         of_thread = spans[number]
         stops = [span.stop for span in of_thread if span.name == "optimizer"]
-        if not stops or (ended and number not in ended):
+        if not stops or (ended and not is_among(ended, number)):
             continue
         # Before the first step there is all that begins the program.
         has_former, start = number == former + 1 and former >= 0, former_stop
@@ -218,18 +224,24 @@ def waits_among(spans: Chosen[Span]) -> Chosen[Span]:
     return spans.where(span.name == "wait" for span in spans)
 
 
-def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> list[tuple[int, int]]:
+def _last_to_come(ranks: Sequence[int], waits: Sequence[Sequence[Span]]) -> Columns[_Came]:
     """For each wait of a step: which rank came last, and when; empty if ranks waited otherwise."""
-    operations = {tuple(span.detail for span in waited) for waited in waits}
-    if len(operations) != 1:
-        return []
-    return [
-        max((span.start, rank) for rank, span in zip(ranks, together, strict=True))[::-1]
-        for together in zip(*waits, strict=True)
-    ]
+    last = Columns(_Came)
+    if len({*map(len, waits)}) == 1:
+        for together in zip(*waits, strict=True):
+            if len({span.detail for span in together}) > 1:
+                return Columns(_Came)
+            starts = (_Came(s.start, rank) for rank, s in zip(ranks, together, strict=True))
+            last.append(max(starts))
+    return last
 
 
-def _times_of(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> StepTimes:
+class _Came(NamedTuple):
+    time: int
+    rank: int
+
+
+def _times_of(rank: int, step: _Step, last: Sequence[_Came]) -> StepTimes:
     phases = dict.fromkeys(PHASES, 0)
     between: Counter[tuple[str, str]] = Counter()
     # Around a step there are others, that end with their optimizer.
@@ -250,13 +262,12 @@ def _times_of(rank: int, step: _Step, last: Sequence[tuple[int, int]]) -> StepTi
     for index, span in enumerate(waits):
         waited = 0
         if last:
-            rank_of_last, came = last[index]
+            came, rank_of_last = last[index]
             waited = max(0, min(came, span.stop) - span.start)
             waits_for[rank_of_last] += waited
         exposed = span.stop - span.start - waited
         transfer += exposed
-        around = bisect_right(gradients, (span.start, _NEVER)) - 1
-        of_gradients += exposed * (around >= 0 and span.start < gradients[around][1])
+        of_gradients += exposed * (span.start < gradients.until(span.start))
     return StepTimes(
         rank=rank,
         step=step.number,
@@ -277,46 +288,64 @@ def intervals(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[in
 
     The spans are nested, and sorted by their starts.
     """
-    around: list[Span] = []  # the spans that are open
+    names, stops = list[str](), array("q")  # of the spans that are open
     now = start
 
     def until(time: int) -> Iterator[tuple[int, int, str]]:
         nonlocal now
         if time > now:
-            yield now, time, around[-1].name if around else "other"
+            yield now, time, names[-1] if names else "other"
             now = time
 
     for span in spans:
-        while around and around[-1].stop <= span.start:
-            yield from until(around[-1].stop)
-            around.pop()
+        while stops and stops[-1] <= span.start:
+            yield from until(stops[-1])
+            stops.pop(), names.pop()
         yield from until(span.start)
-        around.append(span)
-    while around:
-        yield from until(around[-1].stop)
-        around.pop()
+        names.append(span.name)
+        stops.append(span.stop)
+    while stops:
+        yield from until(stops[-1])
+        stops.pop(), names.pop()
     yield from until(stop)
 
 
 def _hidden(buckets: Iterable[Bucket], waits: Iterable[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
-    waiting = [(span.start, span.stop) for span in waits]
-    under_way = [(bucket.launched, bucket.done) for bucket in buckets]
-    return _length(_union(under_way + waiting)) - _length(_union(waiting))
+    waiting = _union((span.start, span.stop) for span in waits)
+    under_way = ((bucket.launched, bucket.done) for bucket in buckets)
+    both = _union(itertools.chain(under_way, zip(waiting.starts, waiting.stops, strict=True)))
+    return both.length - waiting.length
 
 
-def _length(intervals: Iterable[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in intervals)
+class _Union(NamedTuple):
+    """Intervals that don't touch, sorted."""
+
+    starts: array[int]
+    stops: array[int]
+
+    @property
+    def length(self) -> int:
+        return sum(self.stops) - sum(self.starts)
+
+    def until(self, time: int) -> int:
+        """Return when the last interval stops that has begun; before any, a time long ago."""
+        index = bisect_right(self.starts, time) - 1
+        return self.stops[index] if index >= 0 else -_NEVER
 
 
-def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+def _union(intervals: Iterable[tuple[int, int]]) -> _Union:
+    found = Columns(_Interval, itertools.starmap(_Interval, intervals))
+    union = _Union(array("q"), array("q"))
+    # The order of many takes less memory, and that of few is quicker so.
+    is_many = len(found) > _MANY
+    for start, stop in found.at(found.order("start")) if is_many else sorted(found):
+        if union.stops and start <= union.stops[-1]:
+            union.stops[-1] = max(stop, union.stops[-1])
         elif start < stop:  # unless the trace is damaged
-            found.append((start, stop))
-    return found
+            union.starts.append(start)
+            union.stops.append(stop)
+    return union
 
 
 def late_rank(steps: Sequence[Sequence[StepTimes]]) -> Late | None:
@@ -356,26 +385,24 @@ def length(together: Sequence[StepTimes]) -> int:
     return round(statistics.fmean(times.total for times in together))
 
 
-def gradient_bytes(found: RankSpans) -> Counter[int]:
-    """Return by step the bytes of gradients that the rank gave to collectives or to a hook."""
-    sizes: Counter[int] = Counter()
-    for bucket in found.buckets:
-        sizes[bucket.step] += found.bucket_facts[bucket.number]["bytes"]
+def _gradient_bytes(found: RankSpans, steps: Collection[int]) -> int:
+    """Return the bytes of gradients that the rank gave to collectives or to a hook in steps."""
+    total: int = sum(
+        found.bucket_facts[bucket.number]["bytes"]
+        for bucket in found.buckets
+        if bucket.step in steps
+    )
     rows = _union((span.start, span.stop) for span in found.spans if span.name == "rows")
-    for wait in found.spans if rows else ():
-        index = bisect_right(rows, (wait.start, _NEVER)) - 1
-        if wait.name == "wait" and index >= 0 and wait.stop <= rows[index][1]:
-            sizes[wait.step] += wait.num_bytes
-    return sizes
+    for wait in found.spans if rows.starts else ():
+        if wait.name == "wait" and wait.step in steps and wait.stop <= rows.until(wait.start):
+            total += wait.num_bytes
+    return total
 
 
-def collective_bytes(found: RankSpans) -> Counter[int]:
-    """Return by step the bytes that the rank gave to collectives of lockstep's."""
-    sizes: Counter[int] = Counter()
-    for span in found.spans:
-        if span.name == "wait":
-            sizes[span.step] += span.num_bytes
-    return sizes
+def _collective_bytes(found: RankSpans, steps: Collection[int]) -> int:
+    """Return the bytes that the rank gave to collectives of lockstep's in steps."""
+    waits = (span for span in found.spans if span.name == "wait" and span.step in steps)
+    return sum(wait.num_bytes for wait in waits)
 
 
 def counted_of(steps: Sequence[Sequence[StepTimes]]) -> Sequence[Sequence[StepTimes]]:
@@ -412,8 +439,10 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) ->
         transfer=sums["transfer"] / total,
         of_gradients=sums["of_gradients"] / total,
         hidden=sums["hidden"] / total,
-        gradient_bytes=_mean(map(gradient_bytes, ranks), numbers),
-        collective_bytes=_mean(map(collective_bytes, ranks), numbers),
+        gradient_bytes=statistics.fmean(_gradient_bytes(r, numbers) for r in ranks) / len(numbers),
+        collective_bytes=(
+            statistics.fmean(_collective_bytes(r, numbers) for r in ranks) / len(numbers)
+        ),
         is_hooked=any(each.get("hooked") for each in ranks[0].bucket_facts.values()),
         is_sharded=any(each.get("deferred") for each in ranks[0].bucket_facts.values()),
         between=between.most_common(1)[0][0] if between else ("optimizer", "optimizer"),
@@ -423,8 +452,3 @@ def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) ->
         num_ranks_of_host=facts.get("local_world_size", len(ranks)),
         num_cores=facts.get("cores") if facts.get("device") == "cpu" else None,
     )
-
-
-def _mean(by_rank: Iterable[Counter[int]], steps: Collection[int]) -> float:
-    """Return the mean over ranks and steps."""
-    return statistics.fmean(sizes[step] for sizes in by_rank for step in steps)

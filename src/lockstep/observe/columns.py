@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 _DTYPES = {"b": torch.int8, "h": torch.int16, "i": torch.int32, "q": torch.int64}
 _BITS = 7, 15, 31
 _NUM_PARTS = 32
-_MOST_VALUES = 1 << 16  # of words, each of which takes more memory than in a file
+_MOST_VALUES = 1 << 13  # of words, each of which takes more memory than in a file
 
 
 class Rows(Sequence[Row], ABC, Generic[Row]):
@@ -63,6 +63,12 @@ class Columns(Rows[Row]):
 
     def __len__(self) -> int:
         return len(self._columns[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory the columns take."""
+        pairs = sum(each._pairs.num_bytes for each in self._values if isinstance(each, _Dicts))
+        return pairs + sum(len(column) * column.itemsize for column in self._columns)
 
     def _row(self, index: int) -> Row:
         pairs = zip(self._columns, self._values, strict=True)
@@ -242,6 +248,21 @@ def in_order(numbers: Iterable[int]) -> array[int]:
     found = array("q", numbers)
     _tensor(found).copy_(torch.sort(_tensor(found)).values)
     return found
+
+
+def distinct(numbers: Iterable[int]) -> array[int]:
+    """Return numbers sorted, each once."""
+    found = in_order(numbers)
+    kept = torch.unique_consecutive(_tensor(found))
+    _tensor(found)[: len(kept)] = kept
+    del found[len(kept) :]
+    return found
+
+
+def is_among(numbers: array[int], number: int) -> bool:
+    """Whether a number is one of some that are sorted."""
+    place = bisect_left(numbers, number)
+    return place < len(numbers) and numbers[place] == number
 
 
 def _kind_for(number: int) -> str:

@@ -39,6 +39,7 @@ _KINDS = {
 _SORTED_KINDS = sorted(_KINDS)
 _WITHIN_OTHERS = ("wait", "launch", "rows")
 _MOST_COUNTS = 2**31 - 1
+_MOST_CURVES = 256  # of logged values, each of which is drawn by itself
 # A number has the kind of a span and, as a multiple of this, its line.
 _LANE = 16
 
@@ -69,6 +70,7 @@ def page(
             rows=rows,
             buckets=_buckets(ranks[0]),
             logged=[*logged],
+            has_all=len(logged) < _MOST_CURVES,
             sections=sections,
             data=(htmlsafe_json_dumps(part, dumps=str) for part in _json(data)),
         )
@@ -185,7 +187,7 @@ def _buckets(found: RankSpans) -> list[dict[str, str]]:
             "bytes": f"{facts['bytes']:,}",
             "steps": f"{len(times[number]):,}",
             "ms": f"{statistics.median(times[number]):,.2f}",
-            "names": ", ".join(facts["parameters"]),
+            "names": facts["parameters"],
         }
         for number, facts in sorted(found.bucket_facts.items())
         if times[number]
@@ -199,7 +201,8 @@ def _logged(ranks: Sequence[RankSpans]) -> dict[str, Iterator[tuple[int, float]]
         of_rank: dict[str, tuple[array[int], array[float]]] = {}
         for entry in rank.logged:
             for name, value in entry["log"].items():
-                if math.isfinite(value) and name not in found:
+                is_known = name in of_rank or len(found) + len(of_rank) < _MOST_CURVES
+                if math.isfinite(value) and name not in found and is_known:
                     steps, values = of_rank.setdefault(name, (array("q"), array("d")))
                     steps.append(entry["step"])
                     values.append(value)

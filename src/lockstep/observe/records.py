@@ -14,9 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.observe.columns import Columns, as_columns, in_order
+from lockstep.observe.columns import Columns, as_columns, in_order, is_among
 
 END_OF_EPOCH = -1  # in place of a number of samples
+# How many loaders and buckets a rank tells apart: in memory their facts take more than in a file.
+MOST_LOADERS, MOST_BUCKETS = 1 << 10, 1 << 13
 _ENDS_EVALUATION = ("data", "backward", "average", "optimizer")
 
 
@@ -149,12 +151,14 @@ def tell_apart(found: RankSpans, spans: Columns[Span], ends: Columns[StepEnd]) -
     Spans of data get the number of their loader as their detail.
     """
     trained = trained_batches(found)
-    samples = Counter[int]()
+    steps = in_order(ends.of("step"))
+    samples = array("q", bytes(8 * len(steps)))
     for batch in itertools.compress(found.batches, trained):
-        samples[batch.step] += batch.num_samples
+        if is_among(steps, batch.step):
+            samples[bisect_left(steps, batch.step)] += batch.num_samples
     for index, step in enumerate(ends.of("step")):
-        ends.set(index, "num_samples", samples[step])
-    del samples
+        ends.set(index, "num_samples", samples[bisect_left(steps, step)])
+    del samples, steps
     spans.sort("stop")
     _put_loaders(spans, found.batches)
     evaluations = Columns(Span, _evaluations(spans, found.batches, trained))
@@ -190,22 +194,27 @@ def trained_batches(found: RankSpans) -> bytearray:
     backwards = iter(_starts(found.spans, ("backward", "average")))
     backward = next(backwards, None)
     loaded: dict[int, int] = {}  # by loader
+    # Loaded without gradients, a batch is trained on only if a backward is what follows.
+    latest = array("i")
     for index, batch in _in_time(batches):
         if batch.thread:
             trained[index] = batch.num_samples != END_OF_EPOCH
             continue
         if backward is not None and backward <= batch.time:
-            for each in loaded.values():
+            for each in (*loaded.values(), *latest):
                 trained[each] = True
             loaded.clear()
         while backward is not None and backward <= batch.time:
             backward = next(backwards, None)
-        # Loaded without gradients, a batch is trained on only if a backward is what follows.
-        loaded = {of: each for of, each in loaded.items() if batches[each].with_gradients}
+        del latest[:]
         loaded.pop(batch.loader, None)
-        if batch.num_samples != END_OF_EPOCH:
+        if batch.num_samples == END_OF_EPOCH:
+            continue
+        if batch.with_gradients:
             loaded[batch.loader] = index
-    for each in loaded.values() if backward is not None else ():
+        else:
+            latest.append(index)
+    for each in (*loaded.values(), *latest) if backward is not None else ():
         trained[each] = True
     return trained
 
@@ -222,18 +231,14 @@ def _in_time(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
 
 
 def _put_loaders(spans: Columns[Span], batches: Iterable[Batch]) -> None:
-    """Put their loaders to the spans of data, which are sorted by their stops."""
-    of_threads: dict[int, tuple[array[int], array[int]]]
-    of_threads = defaultdict(lambda: (array("q"), array("q")))
-    for index, span in enumerate(spans):
-        if span.name == "data":
-            stops, indices = of_threads[span.thread]
-            stops.append(span.stop)
-            indices.append(index)
+    """Put their loaders to the spans of data."""
+    data = spans.order("thread", "stop", places=spans.places("name", "data"))
+    threads, stops = spans.column("thread"), spans.column("stop")
     for batch in batches:
-        stops, indices = of_threads[batch.thread]
-        if before := bisect_right(stops, batch.time):
-            spans.set(indices[before - 1], "detail", str(batch.loader))
+        key = batch.thread, batch.time
+        before = bisect_right(data, key, key=lambda place: (threads[place], stops[place]))
+        if before and threads[data[before - 1]] == batch.thread:
+            spans.set(data[before - 1], "detail", str(batch.loader))
 
 
 def _evaluations(

@@ -19,7 +19,8 @@ from lockstep.observe.analysis import (
 from lockstep.observe.columns import Chosen
 from lockstep.observe.records import Bucket, RankSpans, Span
 
-_MAX_STEPS = 64  # more would change the result little
+# More would change the result little. What is computed of a span takes more than it in a file.
+_MAX_STEPS, _MAX_SPANS = 64, 1 << 14
 # What a rank does less of with a smaller part of the global batch.
 _SHRINKING = ("data", "forward", "backward")
 
@@ -110,14 +111,22 @@ def _later(clock: tuple[int, int], name: str, length: int) -> tuple[int, int]:
 def rank_steps(
     ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]
 ) -> list[list[RankStep]]:
-    """Return, by step, what each rank does in it, for some of ``steps``, evenly chosen."""
-    chosen = steps[:: -(-len(steps) // _MAX_STEPS)]
-    by_rank = []
-    for index, found in enumerate(ranks):
-        spans, buckets = spans_by_step(found), buckets_by_step(found)
-        step_times = [together[index] for together in chosen]
-        by_rank.append([_rank_step(s, spans[s.step], buckets[s.step]) for s in step_times])
-    return [[*together] for together in zip(*by_rank, strict=True)]
+    """Return, by step, what each rank does in it, for some of ``steps``, evenly chosen.
+
+    These have at most so many spans: there may be none of steps with far more than any program has.
+    """
+    of_step = sum(len(found.spans) for found in ranks) // len(steps)
+    chosen = steps[:: -(-len(steps) // max(1, min(_MAX_STEPS, _MAX_SPANS // max(1, of_step))))]
+    spans, buckets = [*map(spans_by_step, ranks)], [*map(buckets_by_step, ranks)]
+    found, left = list[list[RankStep]](), _MAX_SPANS
+    for together in chosen:
+        number = together[0].step
+        size = sum(len(of[number]) for of in spans) + sum(len(sent[number]) for sent in buckets)
+        if size <= left:
+            left -= size
+            each_rank = zip(together, spans, buckets, strict=True)
+            found.append([_rank_step(s, of[number], sent[number]) for s, of, sent in each_rank])
+    return found
 
 
 def _rank_step(times: StepTimes, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:

@@ -14,17 +14,23 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
+from lockstep.observe.columns import distinct
 from lockstep.observe.records import RankSpans
 from lockstep.observe.trace_reader import lines_of, read
 from lockstep.printable import printable
 
+T = TypeVar("T")
+
+# Of names in a line, in which each may take twelve bytes.
+_LINE_CHARACTERS = 1 << 13
 # The program's track has the number of its process, the rank: Perfetto takes track 0 for that one.
 _FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
 
@@ -32,6 +38,19 @@ _FIRST_BUCKET_TRACK, _FIRST_OTHER_TRACK = 1_000_000, 2_000_000
 def spool_of(folder: Path, rank: int) -> Path:
     """The file to which a rank writes."""
     return folder / f"rank-{rank}.spans"
+
+
+def in_lines(named: Mapping[str, T]) -> Iterator[dict[str, T]]:
+    """Yield what has names, if only that there is nothing, in parts that readers take as lines."""
+    some, size = dict[str, T](), 0
+    for name, value in named.items():
+        if size > _LINE_CHARACTERS:
+            yield some
+            some, size = {}, 0
+        name = name[:_LINE_CHARACTERS]
+        some[name] = value
+        size += len(name) + 16  # as a number may need
+    yield some
 
 
 def read_folder(folder: Path) -> list[RankSpans]:
@@ -59,10 +78,13 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
     yield _named("process_name", pid, 0, f"rank {pid} on {host}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     yield _named("thread_name", pid, pid, "program")
-    threads = sorted({span.thread for span in found.spans} - {0})
-    tracks = {0: pid} | {t: _FIRST_OTHER_TRACK + index for index, t in enumerate(threads)}
+    threads = distinct(span.thread for span in found.spans if span.thread)
+
+    def track_of(thread: int) -> int:
+        return _FIRST_OTHER_TRACK + bisect_left(threads, thread) if thread else pid
+
     for thread in threads:
-        yield _named("thread_name", pid, tracks[thread], "another thread")
+        yield _named("thread_name", pid, track_of(thread), "another thread")
     for number in found.bucket_facts:
         yield _named("thread_name", pid, _FIRST_BUCKET_TRACK + number, f"bucket {number}")
     for span in found.spans:
@@ -71,7 +93,7 @@ def events(found: RankSpans) -> Iterator[dict[str, Any]]:
             args |= {"loader": span.detail} if span.detail else {}
         elif span.detail:
             args |= {"operation": span.detail, "bytes": span.num_bytes}
-        yield _complete(span.name, pid, tracks[span.thread], span.start, span.stop, args)
+        yield _complete(span.name, pid, track_of(span.thread), span.start, span.stop, args)
     for bucket in found.buckets:
         track = _FIRST_BUCKET_TRACK + bucket.number
         args = {"step": bucket.step, "bytes": found.bucket_facts[bucket.number]["bytes"]}

@@ -19,13 +19,27 @@ from typing import Any
 from lockstep.comm import check_room
 from lockstep.errors import SharedMemoryFull, TraceError
 from lockstep.observe.columns import Columns, Rows
-from lockstep.observe.records import Batch, Bucket, RankSpans, Span, StepEnd, tell_apart
+from lockstep.observe.records import (
+    MOST_BUCKETS,
+    MOST_LOADERS,
+    Batch,
+    Bucket,
+    RankSpans,
+    Span,
+    StepEnd,
+    tell_apart,
+)
 from lockstep.printable import printable
 
-_MOST_LINE_BYTES = 1 << 22  # the parameters of a bucket stand in one line
+# A rank writes less than that: as objects, what a line says may take 30 times as much.
+_MOST_LINE_BYTES = 1 << 18
 _MOST_TIME, _MOST_NUMBER = 1 << 62, 1 << 53
-# What a line takes in memory, as a multiple of its length.
-_GROWTH = 2
+# The characters of a word that are kept.
+_MOST_WORD = 200
+# What a file takes in memory, as a multiple of its length; and what its columns may, in which few
+# large numbers widen all others, beyond some bytes that there are in any case. After how many lines
+# that is looked at.
+_GROWTH, _MOST_COLUMN_GROWTH, _FREE_BYTES, _CHECKED_LINES = 2, 1.5, 1 << 16, 1 << 14
 
 Check = Callable[[Any], bool]
 
@@ -46,7 +60,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
         for number in range(1, sys.maxsize):
             line = file.readline(_MOST_LINE_BYTES)
             if len(line) == _MOST_LINE_BYTES:
-                raise _damaged(path, number, f"it is longer than {_MOST_LINE_BYTES >> 20} MiB")
+                raise _damaged(path, number, f"it is longer than {_MOST_LINE_BYTES >> 10} KiB")
             if not line.endswith(b"\n"):
                 return
             if not is_room_looked_at:  # not before: the first line may tell that it is no trace
@@ -175,6 +189,7 @@ class _Reader:
         self._step_ends, self._batches = Columns(StepEnd), Columns(Batch)
         self._loaders: dict[int, dict[str, Any]] = {}
         self._words: dict[str, str] = {}  # each that comes often, once
+        self._num_lines = self._num_bytes = 0
 
     def take(self, line: bytes) -> None:
         """Take a line.
@@ -183,16 +198,20 @@ class _Reader:
             ValueError: If it isn't as a rank writes it.
             RecursionError: If it is nested too deeply.
         """
+        self._num_lines, self._num_bytes = self._num_lines + 1, self._num_bytes + len(line) + 1
+        if not self._num_lines % _CHECKED_LINES:
+            self._check_growth()
         if line.startswith(b"{"):
             self._take_facts(json.loads(line), line)
             return
         name, *words = line.decode().split(" ")
         if name == "bucket":
             ready, launched, done, step, number = _numbers(words, 5)
-            self._buckets.append(Bucket(ready, launched, done, _whole(step), _whole(number)))
+            which = _whole(step), _below(number, MOST_BUCKETS)
+            self._buckets.append(Bucket(ready, launched, done, *which))
         elif name == "batch":
             time, step, thread, loader, samples, flag = _numbers(words, 6)
-            where = _whole(step), _whole(thread), _whole(loader)
+            where = _whole(step), _whole(thread), _below(loader, MOST_LOADERS)
             self._batches.append(Batch(time, *where, _whole(samples + 1) - 1, bool(flag)))
         else:
             if len(words) != 6:
@@ -207,9 +226,19 @@ class _Reader:
             )
 
     def _word(self, word: str) -> str:
+        word = word[:_MOST_WORD]
         if (found := self._words.get(word)) is None:
             found = self._words[word] = printable(word)
         return found
+
+    def _check_growth(self) -> None:
+        columns = self._spans, self._buckets, self._step_ends, self._batches
+        num_bytes = sum(each.num_bytes for each in columns)
+        if num_bytes > _MOST_COLUMN_GROWTH * self._num_bytes + _FREE_BYTES:
+            raise ValueError(
+                f"up to there it has {self._num_bytes:,} bytes, and its numbers take "
+                f"{num_bytes:,}, as few are far larger than the others"
+            )
 
     def _take_facts(self, found: dict[str, Any], line: bytes) -> None:
         if "log" in found:
@@ -221,12 +250,18 @@ class _Reader:
             self._step_ends.append(end)
         elif "loader" in found:
             facts = _checked(found, _LOADER, 4)
-            self._loaders[facts.pop("loader")] = facts
+            self._loaders[_below(facts.pop("loader"), MOST_LOADERS)] = facts
         elif "bucket" in found:
-            facts = _checked(found, _BUCKET, 3)
-            self._bucket_facts[facts.pop("bucket")] = facts
+            self._take_bucket(_checked(found, _BUCKET, 3))
         else:
             self._facts |= _checked(found, _RANK, 0)
+
+    def _take_bucket(self, facts: dict[str, Any]) -> None:
+        """Take the facts of a bucket, with the names of some of its parameters as a text."""
+        number, names = _below(facts.pop("bucket"), MOST_BUCKETS), ", ".join(facts["parameters"])
+        if (former := self._bucket_facts.get(number)) is not None:
+            names = ", ".join(filter(None, (former["parameters"], names)))
+        self._bucket_facts[number] = facts | {"parameters": names}
 
     def result(self, path: Path) -> RankSpans:
         """Return what was read, by the clock of rank 0.
@@ -234,6 +269,7 @@ class _Reader:
         Raises:
             ValueError: If something is missing.
         """
+        self._check_growth()
         facts = self._facts
         if not facts.keys() >= {"rank", "host"}:
             raise ValueError("it doesn't say of which rank it is")
@@ -241,7 +277,7 @@ class _Reader:
         if named.isdecimal() and int(named) != facts["rank"]:
             raise ValueError(f"by what it says it is of rank {facts['rank']}")
         for number in {*self._buckets.of("number")} - self._bucket_facts.keys():
-            self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": []}
+            self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": ""}
         spans, buckets, batches, ends = self._spans, self._buckets, self._batches, self._step_ends
         spans.add(("start", "stop"), facts["offset"])
         buckets.add(("ready", "launched", "done"), facts["offset"])
@@ -285,6 +321,12 @@ def _numbers(words: list[str], number: int) -> list[int]:
 def _whole(number: int) -> int:
     if not 0 <= number < _MOST_NUMBER:
         raise ValueError(f"{number} is where a count belongs")
+    return number
+
+
+def _below(number: int, most: int) -> int:
+    if _whole(number) >= most:
+        raise ValueError(f"it has number {number}, and a rank tells {most:,} apart")
     return number
 
 

@@ -36,9 +36,10 @@ from lockstep.observe.clock import Offset, boot_id, measure_offset
 from lockstep.observe.evaluations import CONTEXTS, EvaluationWatch
 from lockstep.observe.faults import Spool, only_observing
 from lockstep.observe.machine import memory_in_use
-from lockstep.observe.records import END_OF_EPOCH
+from lockstep.observe.records import END_OF_EPOCH, MOST_BUCKETS, MOST_LOADERS
 from lockstep.observe.trace_files import (
     drop_later_ranks,
+    in_lines,
     merge,
     remove_json,
     spool_of,
@@ -190,7 +191,9 @@ class _RankTrace:
 
     def log(self, values: Mapping[str, float]) -> None:
         if self._is_on:
-            self._put({"step": self.step, "time": spans.now(), "log": {**values}})
+            facts = {"step": self.step, "time": spans.now()}
+            for some in in_lines(values):
+                self._put({**facts, "log": some})
 
     def batch(self, loader: object, num_samples: int) -> None:
         thread = threading.get_ident()
@@ -223,7 +226,7 @@ class _RankTrace:
         alike = *facts, torch.is_grad_enabled()
         former, number = self._alike_loaders.get(alike, (None, 0))
         if former is None or former() is not None:
-            number = next(self._loader_numbers)
+            number = min(next(self._loader_numbers), MOST_LOADERS - 1)
             self._put({"loader": number, **facts._asdict()})
         try:
             reference: Callable[[], object] = weakref.ref(same)
@@ -294,10 +297,11 @@ class _RankTrace:
         contents = index, bucket.num_bytes, *names
         former, number = self._contents.get(contents, (None, 0))
         if former is None or former() is not None:
-            number = next(self._bucket_numbers)
-            facts = {"bytes": bucket.num_bytes, "index": index, "parameters": names}
+            number = min(next(self._bucket_numbers), MOST_BUCKETS - 1)
+            facts = {"bucket": number, "bytes": bucket.num_bytes, "index": index}
             kinds = {"hooked": bucket.is_hooked, "deferred": bucket.is_deferred}
-            self._put({"bucket": number, **facts, **kinds})
+            for some in in_lines(dict.fromkeys(names)):
+                self._put({**facts, "parameters": [*some], **kinds})
         self._contents[contents] = weakref.ref(bucket), number
         return number
 
