@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.folder import Manifest
+from lockstep.checkpoint import Manifest
 from lockstep.checkpoint.loading import _read_random_states
 from tests.checkpoint.training import same, states_of, trained
 from tests.nn.models import Digits

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.checkpoint.things import kind_of
+from lockstep.checkpoint import kind_of
 from lockstep.errors import (
     AlreadyParallel,
     CollectiveFailed,

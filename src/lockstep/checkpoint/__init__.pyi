@@ -1,6 +1,16 @@
+from .folder import Manifest as Manifest
+from .folder import open_newest as open_newest
 from .loading import load as load
+from .ranks import Ranks as Ranks
 from .saving import save as save
 from .sharded_state import ShardedState as ShardedState
+from .snapshot import Live as Live
+from .snapshot import Plan as Plan
+from .snapshot import Snapshot as Snapshot
+from .snapshot import merged as merged
+from .things import OfRank as OfRank
+from .things import kind_of as kind_of
+from .things import unwrapped as unwrapped
 from .tools import DcpReader as DcpReader
 from .tools import export as export
 from .tools import show as show

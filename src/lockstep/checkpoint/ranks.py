@@ -19,13 +19,14 @@ class Ranks:
 
     Attributes:
         group: The group, or a stand-in for a rank that is alone.
+        group_or_none: The group, None for a rank that is alone.
         rank: This rank, in the group.
         size: The number of ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         refuse_in_replica("lockstep.save() or load")
-        group = group_or_all(process_group)
+        self.group_or_none = group = group_or_all(process_group)
         self.group: Any = ALONE if group is None else group
         self.rank, self.size = self.group.rank(), self.group.size()
         self._device = torch.device("cpu")

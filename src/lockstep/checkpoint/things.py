@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import TORCHS_WRAPPERS, DataParallel
-from lockstep.optim import has_more_state, inner_optimizer, sharding_of
+from lockstep.optim import LocalState, has_more_state, inner_optimizer, sharding_of
 from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
 from lockstep.world import parameters_of
 
@@ -22,6 +22,38 @@ from lockstep.world import parameters_of
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Puts into a thing what was saved of it, or returns it.
 Action = Callable[[], object]
+
+
+class OfRank:
+    """Tensors by name that are one rank's own: it alone gets them back, of as many ranks.
+
+    Args:
+        rank: The rank.
+        size: The number of ranks.
+        tensors: What is saved; of no use for loading, which returns what was saved, or None if it
+            was at another number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.rank, self.size, self.tensors = rank, size, tensors
+
+    def encode(self, name: str, local: Collector) -> dict[str, Any]:
+        """Return it as a thing that is divided by rank."""
+        path = f"{name}.{self.rank}"
+        pairs = [[key, local.encode(each, f"{path}.{key}")] for key, each in self.tensors.items()]
+        return {"kind": "value", "tree": None, "divided": {str(self.rank): pairs}}
+
+    def read(self, name: str, manifest: Manifest) -> dict[str, torch.Tensor] | None:
+        """Return this rank's tensors, None if they are of another number of ranks."""
+        if manifest.facts["ranks"] != self.size:
+            return None
+
+        def tensors() -> dict[str, torch.Tensor]:
+            pairs = manifest.facts["divided"][name][str(self.rank)]
+            return {str(key): decode(each, manifest.read) for key, each in pairs}
+
+        found: dict[str, torch.Tensor] = manifest.parse(tensors)
+        return found
 
 
 def kind_of(thing: object) -> str:
@@ -41,7 +73,9 @@ def kind_of(thing: object) -> str:
     return "value"
 
 
-def encode(name: str, thing: Any, shared: Collector, local: Collector) -> dict[str, Any]:
+def encode(
+    name: str, thing: Any, shared: Collector, local: Collector, *, for_this_rank: bool = False
+) -> dict[str, Any]:
     """Return a thing as JSON keeps it, and what is divided of it by itself.
 
     Every rank calls it, for the same thing; it may block.
@@ -50,15 +84,18 @@ def encode(name: str, thing: Any, shared: Collector, local: Collector) -> dict[s
         name: Its name.
         thing: The thing.
         shared: Collects what all ranks have.
-        own: Collects what this rank alone has.
+        local: Collects what this rank alone has.
+        for_this_rank: Whether the same rank gets it back: then it has all that this rank needs.
     """
+    if isinstance(thing, OfRank):
+        return thing.encode(name, local)
     kind, thing = kind_of(thing), unwrapped(thing)
     value, divided = thing, dict[str, Any]()
     if kind == "module":
         names = _plain_names(thing)
         value = {names[key]: each for key, each in thing.state_dict().items()}
     elif kind == "optimizer":
-        value, divided = _encode_optimizer(name, thing, local)
+        value, divided = _encode_optimizer(name, thing, local, for_this_rank=for_this_rank)
     elif kind == "generator":
         value = thing.get_state()
     elif kind == "state":
@@ -67,11 +104,14 @@ def encode(name: str, thing: Any, shared: Collector, local: Collector) -> dict[s
 
 
 def _encode_optimizer(
-    name: str, optimizer: Optimizer, local: Collector
+    name: str, optimizer: Optimizer, local: Collector, *, for_this_rank: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dict without what is divided among the ranks, and that of this rank."""
     parameters, sharding = parameters_of(optimizer), sharding_of(optimizer)
-    state, parts = sharding.local_state_dict() if sharding else (optimizer.state_dict(), [])
+    if sharding is None:
+        state, parts = optimizer.state_dict(), list[LocalState]()
+    else:
+        state, parts = sharding.local_state_dict(on_all_hosts=for_this_rank)
     divided: dict[str, list[Any]] = {}
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
     for parameter, start, by_element, once in parts:
@@ -81,10 +121,14 @@ def _encode_optimizer(
         for key, elements in by_element.items():
             local.add_range(f"{path}.{key}", parameter, start, elements)
             pairs.append([local.encode(key, path), {"tensor": f"{path}.{key}"}])
-        if start == 0:  # this rank has the first element
-            # Copies: several parameters of this rank have one step count.
+        if start == 0 or for_this_rank:  # this rank has the first element
+            # Copies: several parameters of this rank have one step count, and other ranks may
+            # save that of the first one.
             pairs += [
-                [local.encode(key, path), local.encode(deepcopy(v), f"{path}.{key}")]
+                [
+                    local.encode(key, path),
+                    local.encode(v if for_this_rank else deepcopy(v), f"{path}.{key}"),
+                ]
                 for key, v in once.items()
             ]
     return {"shapes": [[*parameter.shape] for parameter in parameters], **state}, divided
@@ -112,6 +156,9 @@ def prepare(
         raise CheckpointMismatch(
             f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
         )
+    if isinstance(thing, OfRank):
+        own = thing.read(name, manifest)
+        return lambda: own
     kind, thing = kind_of(thing), unwrapped(thing)
     saved_kind, tree = things[name]["kind"], things[name]["tree"]
     if kind not in ("value", saved_kind):

@@ -1,0 +1,8 @@
+"""``steps``: a training loop that goes on where it was, with the same bits.
+
+The names are listed in ``__init__.pyi`` and imported when first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,2 @@
+from .loop import steps as steps
+from .run import Steps as Steps
