@@ -17,6 +17,7 @@ from lockstep.checkpoint import Live, Plan, Snapshot, merged
 from lockstep.comm import bytes_of, check_room
 from lockstep.errors import SharedMemoryFull
 from lockstep.launcher import SnapshotHeader, SnapshotMemory
+from lockstep.torch_private import _foreach_copy_
 
 # From this size on, a thread copies what only an optimizer's step changes.
 _THREAD_BYTES = 10_000_000
@@ -149,7 +150,7 @@ class Snapshots:
             self._sources = [[each.elements for each in part] for part in (at_once, live.late)]
         if known[2][late]:
             with torch.no_grad():
-                torch._foreach_copy_(known[2][late], self._sources[late])
+                _foreach_copy_(known[2][late], self._sources[late])
 
     def _finish(
         self, slot: int, live: Plan, tensors: torch.Tensor, memory: memoryview, header: Any
