@@ -22,6 +22,7 @@ from lockstep.checkpoint import place as place_module
 from lockstep.errors import CheckpointError
 from lockstep.folders import Folder
 from tests.ranks import run_ranks
+from tests.waiting import until
 
 # What of a save touches the disk, but for names that are looked for.
 STEPS = [(Folder, name) for name in ("make", "new_file", "open_lock", "rename", "sync", "names")]
@@ -111,5 +112,6 @@ def test_each_step_of_a_save_may_fail(
             assert torch.equal(load()["value"], value * 3)
 
     run_ranks(2, body)
-    assert not list(tmp_path.glob("*/.tmp-*"))
+    # The last save may have left a thread at work, which removes the checkpoint before it.
+    assert until(lambda: not list(tmp_path.glob("*/.tmp-*")))
     assert tried >= {"new_file", "rename", "flush"}
