@@ -15,11 +15,11 @@ import torch
 from lockstep.checkpoint import OfRank, Ranks, load, save
 from lockstep.deadline import Deadline
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from lockstep.resume.own import own_values, put_own
+from lockstep.resume.local_values import local_values, put_local
 
 # The name of what steps() keeps of itself, beside the program's things.
 STATE = "steps"
-_OWN = "steps.own"  # no name of a keyword
+_LOCAL = "steps.local"  # no name of a keyword
 _NUMBER = re.compile(r"[0-9]{6,}")
 _log = logging.getLogger("lockstep")
 
@@ -81,11 +81,11 @@ class Checkpoints:
 
     def _with(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return all that is saved. Every rank calls it; it blocks."""
-        own = own_values(self._ranks, self._things)
-        return {**self._things, STATE: state, _OWN: self._of_rank(own)}
+        local = local_values(self._ranks, self._things)
+        return {**self._things, STATE: state, _LOCAL: self._of_rank(local)}
 
-    def _of_rank(self, own: Mapping[str, torch.Tensor]) -> OfRank:
-        return OfRank(self._ranks.rank, self._ranks.size, own)
+    def _of_rank(self, local: Mapping[str, torch.Tensor]) -> OfRank:
+        return OfRank(self._ranks.rank, self._ranks.size, local)
 
     def load_newest(self) -> dict[str, Any] | None:
         """Load the newest whole checkpoint; return what was kept of steps(), None without one.
@@ -96,7 +96,7 @@ class Checkpoints:
         for number in numbers:
             folder = self.path / number
             try:
-                things = {**self._things, STATE: None, _OWN: self._of_rank({})}
+                things = {**self._things, STATE: None, _LOCAL: self._of_rank({})}
                 group = self._ranks.group_or_none
                 found = load(folder, process_group=group, random_state=False, **things)
             except CheckpointNotFound:
@@ -112,7 +112,7 @@ class Checkpoints:
                 )
                 raise
             else:
-                put_own(self._things, found[_OWN] or {})
+                put_local(self._things, found[_LOCAL] or {})
                 state: dict[str, Any] = found[STATE]
                 self._saved_step = state["step"]
                 return state

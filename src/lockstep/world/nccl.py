@@ -24,7 +24,7 @@ def check_nccl_interfaces(environ: Mapping[str, str], local: Mapping[str, str]) 
 
     Args:
         environ: The variables.
-        own: The addresses of this host, each with the name of its interface.
+        local: The addresses of this host, each with the name of its interface.
 
     Raises:
         BackendUnavailable: If it leaves none.

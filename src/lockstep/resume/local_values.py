@@ -13,7 +13,7 @@ from lockstep.checkpoint import Ranks, kind_of, unwrapped
 from lockstep.comm import bytes_of
 
 
-def own_values(ranks: Ranks, things: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def local_values(ranks: Ranks, things: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return by name the values on this rank that aren't those of rank 0.
 
     Every rank calls it; it blocks.
@@ -27,8 +27,8 @@ def own_values(ranks: Ranks, things: Mapping[str, Any]) -> dict[str, torch.Tenso
     return {name: value for name, value in values.items() if digests[name] != first.get(name)}
 
 
-def put_own(things: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> None:
-    """Put values back where :func:`own_values` has found them."""
+def put_local(things: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> None:
+    """Put values back where :func:`local_values` has found them."""
     holders = _holders(things)
     for name, value in values.items():
         holder = holders[name]
