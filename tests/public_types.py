@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -115,6 +116,18 @@ def files(net: Net, folder: Path) -> None:
     lockstep.log({"val/accuracy": 0.5}, step=3)
     lockstep.log(loss=torch.tensor(0.5), total=9)
     assert_type(lockstep.explain(net, torch.empty(3)), Explanation)
+
+
+def loops(net: Net, loader: lockstep.DataLoader[tuple[Tensor, Tensor]], folder: Path) -> None:
+    steps = lockstep.steps(loader, folder, epochs=3, save_every=timedelta(minutes=1), model=net)
+    for x, y in steps:
+        assert_type((x, y), tuple[Any, Any])
+        assert_type((steps.step, steps.epoch, steps.restarts), tuple[int, int, int])
+        assert_type(steps.is_last_of_epoch, bool)
+        assert_type(steps.best(0.5, higher=True), bool)
+    for number in lockstep.steps(100, model=net):
+        assert_type(number, int)
+    lockstep.steps(loader, epochs=1.5)  # type: ignore[call-overload]
 
 
 def numbers(correct: Tensor) -> None:

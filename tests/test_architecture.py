@@ -499,6 +499,7 @@ PUBLIC_NAMES = {
     "scatter_kwargs",
     "seed",
     "shard_optimizer",
+    "steps",
     "sync_buffers",
     "trace",
 }

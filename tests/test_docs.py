@@ -31,7 +31,10 @@ TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "start" else pytest.param(n, marks=pytest.mark.long) for n in PROGRAMS],
+    [
+        n if n in ("start", "restarts") else pytest.param(n, marks=pytest.mark.long)
+        for n in PROGRAMS
+    ],
 )
 @pytest.mark.parametrize(
     "start",
@@ -42,8 +45,13 @@ TWO_RANKS = [sys.executable, "-m", "lockstep", "run", "-n", "2"]
 )
 def test_blocks_run(tmp_path: Path, name: str, start: list[str]) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[name])
-    done = subprocess.run([*start, "program.py"], capture_output=True, text=True, cwd=tmp_path)
+    restarts = name == "restarts" and start is TWO_RANKS
+    options = ["--restarts", "3"] if restarts else []
+    done = subprocess.run(
+        [*start, *options, "program.py"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
+    assert ("restart 1: rank 1 of 2 failed in step 25" in done.stderr) == restarts
 
 
 # What resume takes of checkpoint, and no program.
@@ -70,7 +78,7 @@ def test_every_error_is_explained() -> None:
 
 
 def test_what_the_pages_name_is_there() -> None:
-    modules = {"integrations"}
+    modules = {"integrations", "resume"}
     for name, text in PAGES.items():
         for word in re.findall(r"lockstep\.(\w+)", text):
             assert word in {*lockstep.__all__, *modules}, f"{name}: lockstep.{word}"
@@ -150,7 +158,7 @@ def evaluate(model): ...
 def accuracy(model): return 0.5
 
 world = lockstep.init()
-x, more_x = torch.rand(2, 6, 3, 32, 32)
+x, more_x = torch.rand(2, 6, 3, 32, 32, generator=torch.Generator())
 y = more_y = torch.arange(6) % 3
 dataset, batch_size = TensorDataset(x, y), 2
 batch, batches, loader, micro_batches, num_steps = x, [(x, y)] * 2, [(x, y)] * 2, [(x, y)] * 2, 2
@@ -165,7 +173,7 @@ parts = lockstep.scatter(x, ["cpu", "cpu"])
 wandb = types.SimpleNamespace(log=lambda values, step: None)
 """
 # These act on a model that is parallel already; the others make it so, or don't need it.
-OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync"}
+OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync", "steps"}
 
 
 def _example(thing: object) -> str:

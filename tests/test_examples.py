@@ -89,6 +89,21 @@ def test_data_parallel_by_hand(devices: tuple[str, ...]) -> None:
     assert max(differences) < 1e-12
 
 
+@START
+def test_resumed_steps(start: list[str], num_ranks: int) -> None:
+    expected = output_of(start, "resumed_steps.py")
+    assert "0 restarts; parameters " in expected
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: mean loss ([\d.]+)", expected)]
+    assert losses[-1] < losses[0] / 2
+    if start is ONE_RANK:
+        return
+    found = output_of(
+        [*start, "--restarts", "3"], "resumed_steps.py", "--kill-at", *map(str, (3, 40, 90))
+    )
+    assert "3 restarts; parameters " in found
+    assert found.split()[-1] == expected.split()[-1]
+
+
 README = Path(__file__).parent.parent / "README.md"
 BEFORE = """
 import torch

@@ -33,6 +33,7 @@ from .observe import trace as trace
 from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
+from .resume import steps as steps
 from .seeds import seed as seed
 from .values import any as any
 from .values import broadcast as broadcast

@@ -14,7 +14,8 @@ import pytest
 
 import lockstep
 from lockstep.errors import BadLaunch, RankFailed
-from lockstep.launcher.exit_codes import DONT_START_AGAIN, START_AGAIN
+from lockstep.launcher import START_AGAIN
+from lockstep.launcher.exit_codes import DONT_START_AGAIN
 from lockstep.launcher.restarts import Incident, Record, Verdict
 from tests.launcher.bench import Bench, lines_of
 from tests.waiting import until

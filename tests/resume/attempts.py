@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.launcher import SnapshotMemory
+from lockstep.launcher import START_AGAIN, SnapshotMemory
 from lockstep.world import Placement, Starter, rank_environment, restart_environment
 from tests.resume import program
 
@@ -110,7 +110,7 @@ def _codes(ranks: list[ForkServerProcess]) -> list[int]:
         ended = connection.wait([*waiting], _SECONDS)
         for sentinel in ended:
             waiting.pop(sentinel).join()  # type: ignore[call-overload]
-        if not ended or any(rank.exitcode not in (None, 0, program.START_AGAIN) for rank in ranks):
+        if not ended or any(rank.exitcode not in (None, 0, START_AGAIN) for rank in ranks):
             for rank in waiting.values():
                 rank.kill()
     codes = [rank.exitcode for rank in ranks]

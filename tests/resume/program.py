@@ -21,11 +21,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.resume import snapshots
-from lockstep.resume import steps as steps_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 55, 12, 2  # the last batch is short
 NUM_STEPS = 10
-START_AGAIN = 75
 _PR_SET_PDEATHSIG = 1
 _DEFAULTS: dict[str, Any] = {
     "backend": "shm",
@@ -114,7 +112,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         worker_init_fn=end_with_rank if options["workers"] else None,
     )
     where = {} if options["numbers"] else {"epochs": EPOCHS}
-    steps = steps_of(
+    steps = lockstep.steps(
         options["numbers"] or loader,
         folder / "run" if options["path"] else None,
         **where,

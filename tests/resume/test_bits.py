@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.launcher import SnapshotMemory, newest_step
+from lockstep.launcher import START_AGAIN, SnapshotMemory, newest_step
 from tests.resume.attempts import Attempts, Ended, undisturbed
-from tests.resume.program import NUM_STEPS, START_AGAIN
+from tests.resume.program import NUM_STEPS
 
 Results = list[dict[str, Any]]
 EVERY_STEP = {"snapshot_every": 1}

@@ -1,3 +1,4 @@
+from .exit_codes import START_AGAIN as START_AGAIN
 from .failures import Outcome as Outcome
 from .failures import is_users_file as is_users_file
 from .job import Job as Job

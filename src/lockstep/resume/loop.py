@@ -67,7 +67,8 @@ def steps(
 ) -> Steps[Any]:
     """Iterate over the steps of a run; a run that was ended goes on where it was. ::
 
-        steps = lockstep.resume.steps(loader, "run", epochs=10, model=model, optimizer=optimizer)
+        loader = lockstep.DataLoader(dataset, batch_size, shuffle=True)
+        steps = lockstep.steps(loader, "run", epochs=10, model=model, optimizer=optimizer)
         for x, y in steps:
             loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
             loss.backward()

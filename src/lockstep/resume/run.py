@@ -15,7 +15,7 @@ import torch
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.comm import context_of
-from lockstep.launcher import SnapshotMemory
+from lockstep.launcher import START_AGAIN, SnapshotMemory
 from lockstep.resume.checkpoints import Checkpoints
 from lockstep.resume.pace import Pace
 from lockstep.resume.seeds import seed_step
@@ -24,8 +24,6 @@ from lockstep.resume.snapshots import Snapshots
 from lockstep.world import restarts_of
 
 T = TypeVar("T")
-# EX_TEMPFAIL of <sysexits.h>: start me again.
-START_AGAIN = 75
 _FORMAT = 1
 
 
