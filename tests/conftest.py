@@ -38,8 +38,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
-# Where it is set, print() writes a line's end apart from the line, and the lines of two programs that
-# share a pipe become one.
+# Where it is set, print() writes a line's end apart from the line, and the lines of two programs
+# that share a pipe become one.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 # Tests run beside each other, on all cores.
