@@ -128,8 +128,8 @@ def _all_to_all(draw: _Draw) -> None:
     output = torch.empty(numel, dtype=draw.dtype)
     dist.all_to_all_single(output, draw.of(draw.rank))
     each = numel // draw.size
-    own = slice(draw.rank * each, (draw.rank + 1) * each)
-    draw.check(output, torch.cat([part[own] for part in draw.everyone]), "all_to_all_single")
+    local = slice(draw.rank * each, (draw.rank + 1) * each)
+    draw.check(output, torch.cat([part[local] for part in draw.everyone]), "all_to_all_single")
 
 
 def _barrier(draw: _Draw) -> None:

@@ -34,7 +34,7 @@ def step_seconds(contender: str, workload: Workload) -> float:
     """The median time of a contender's step, in this process."""
     num_parts = NUM_PARTS.get(workload.name, 2)
     parts = [workload.batch(number) for number in range(num_parts)]
-    inputs, targets = (torch.cat(own) for own in zip(*parts, strict=True))
+    inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
     module = workload.build()
     model = module
     if contender != "bare":
@@ -97,7 +97,7 @@ def main() -> None:
             for _ in range(arguments.rounds):
                 rounds.append([measured(contender, workload) for contender in CONTENDERS])
                 progress.advance(task)
-            columns = [[1e3 * seconds for seconds in own] for own in zip(*rounds, strict=True)]
+            columns = [[1e3 * seconds for seconds in times] for times in zip(*rounds, strict=True)]
             ratios = [bare / threads for bare, threads in rounds]
             table.add_row(workload.name, *map(spread, columns), spread(ratios))
     Console(width=150).print(table)

@@ -116,7 +116,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 rounds.append([measured(one, workload.name, args.nprocs) for one in CONTENDERS])
                 progress.advance(task)
-            columns = [[*zip(*own, strict=True)] for own in zip(*rounds, strict=True)]
+            columns = [[*zip(*found, strict=True)] for found in zip(*rounds, strict=True)]
             table.add_row(workload.name, *(in_words(grown) for grown, _ in columns))
             tensors.add_row(workload.name, *(f"{max(alive):.2f}" for _, alive in columns))
     for each in (table, tensors):

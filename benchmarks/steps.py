@@ -93,7 +93,7 @@ def reducer_by_hand(model: nn.Module, group: dist.ProcessGroup) -> Callable[[], 
     flat = group.empty(sum(sizes)) if in_place else torch.empty(sum(sizes))
     operation = dist.ReduceOp.AVG if in_place else dist.ReduceOp.SUM  # Gloo has no mean
     views = [
-        own.view_as(parameter) for own, parameter in zip(flat.split(sizes), parameters, strict=True)
+        one.view_as(parameter) for one, parameter in zip(flat.split(sizes), parameters, strict=True)
     ]
 
     def reduce() -> None:

@@ -56,8 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for workload in WORKLOADS:
             # Each rank in a folder of its own: merging isn't what is measured.
-            own = Path(folder) / str(world.rank)
-            times = results[workload.name] = measure(workload, args.rounds, world.rank, own)
+            local = Path(folder) / str(world.rank)
+            times = results[workload.name] = measure(workload, args.rounds, world.rank, local)
             by_name = [ratios(times[name], times[NOTHING]) for name in (STATUS, TRACE)]
             columns = [spread(each, 2) for each in times.values()]
             table.add_row(workload.name, *columns, *(spread(each, 3) for each in by_name))

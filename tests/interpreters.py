@@ -93,19 +93,19 @@ class ForkServer:
         """Let ``subprocess`` and ``multiprocessing`` start interpreters here."""
         import _posixsubprocess
 
-        own = _posixsubprocess.fork_exec
+        original = _posixsubprocess.fork_exec
 
         def fork_exec(*args: Any) -> int:
             start = self._read(args)
-            return own(*args) if start is None else self._fork(*start)
+            return original(*args) if start is None else self._fork(*start)
 
         _posixsubprocess.fork_exec = fork_exec
         subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            _posixsubprocess.fork_exec = own
-            subprocess._fork_exec = own  # type: ignore[attr-defined]
+            _posixsubprocess.fork_exec = original
+            subprocess._fork_exec = original  # type: ignore[attr-defined]
 
     def _read(self, args: Sequence[Any]) -> tuple[_Start, list[int]] | None:
         """What ``_posixsubprocess.fork_exec(*args)`` would start, with the descriptors it keeps.

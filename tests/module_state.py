@@ -93,6 +93,6 @@ def changed_constants(tree: ast.Module) -> list[str]:
         owners = [t.value for t in _targets(node) if isinstance(t, ast.Attribute | ast.Subscript)]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owners += [node.func.value] if node.func.attr in _CHANGES else []
-        if any(isinstance(own, ast.Name) and _CONSTANT.fullmatch(own.id) for own in owners):
+        if any(isinstance(owner, ast.Name) and _CONSTANT.fullmatch(owner.id) for owner in owners):
             found.append(ast.unparse(node))
     return found

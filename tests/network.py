@@ -105,11 +105,11 @@ class Hosts:
                 if cable.stdout.readline() != "ready\n":
                     pytest.skip("there are no devices of the kind TAP here")
                 _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
-                own = inside or self.address(host)
-                _ip("-n", name, "addr", "add", f"{own}/24", "dev", "cable")
+                address = inside or self.address(host)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
                 _ip("-n", name, "link", "set", "cable", "up")
                 if inside is not None:
-                    _ip("-n", name, "route", "add", "10.77.0.0/24", "dev", "cable", "src", own)
+                    _ip("-n", name, "route", "add", "10.77.0.0/24", "dev", "cable", "src", address)
                 yield cable
             finally:
                 cable.kill()

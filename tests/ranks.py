@@ -9,6 +9,7 @@ once more for each rank, and its lines are sockets.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import threading
 from collections.abc import Callable, Sequence
@@ -84,11 +85,24 @@ def run_ranks(
     store = dist.HashStore()
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []
+    connected = threading.Barrier(world_size)
+
+    def connect(rank: int) -> dist.ProcessGroup:
+        # A rank of Gloo's that leaves while another still connects to it fails the other.
+        try:
+            group = make_group(backend, store, rank, world_size, group_timeout_seconds, members)
+        except BaseException:
+            connected.abort()
+            raise
+        if backend == "gloo":
+            with contextlib.suppress(threading.BrokenBarrierError):
+                connected.wait(TIMEOUT_SECONDS)
+        return group
 
     def run(rank: int) -> None:
         group = None
         try:
-            group = make_group(backend, store, rank, world_size, group_timeout_seconds, members)
+            group = connect(rank)
             results[rank] = body(rank, group)
         except BaseException as error:
             failures.append((rank, error))

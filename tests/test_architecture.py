@@ -226,8 +226,8 @@ def imports_of(module: str) -> list[Import]:
 def target_of(each: Import) -> str:
     """The module that is imported: a submodule, unless its package defines the name itself."""
     submodule = f"{each.module}.{each.name}"
-    own = imports_of(each.module) if each.module in FILES else []
-    listed = {name.name for name in own if name.module != each.module}
+    imports = imports_of(each.module) if each.module in FILES else []
+    listed = {name.name for name in imports if name.module != each.module}
     return submodule if submodule in FILES and each.name not in listed else each.module
 
 
@@ -341,7 +341,7 @@ def _imports_of_tests() -> list[tuple[str, str, Import]]:
 def test_tests_import_by_faces_what_these_list() -> None:
     for name, _, each in _imports_of_tests():
         face = ".".join(each.module.split(".")[:2])
-        listed = {own.name: target_of(own) for own in imports_of(face)} if face in FILES else {}
+        listed = {one.name: target_of(one) for one in imports_of(face)} if face in FILES else {}
         if each.module != face and target_of(each) == each.module:
             assert each.name not in listed, f"{name}: import {each.name} from {face}"
 
@@ -402,8 +402,8 @@ def test_no_class_that_a_step_needs_has_more_state_than_one_can_hold_in_mind() -
     classes = _attributes_of_classes(core)
 
     def attributes_of(name: str) -> set[str]:
-        own, bases = classes.get(name, (set(), []))
-        return own.union(*map(attributes_of, bases))
+        attributes, bases = classes.get(name, (set(), []))
+        return attributes.union(*map(attributes_of, bases))
 
     most = {name: len(attributes_of(name)) for name in classes}
     assert {name: number for name, number in most.items() if number > MOST_ATTRIBUTES} == {}
@@ -544,7 +544,7 @@ def test_only_world_reads_the_environment() -> None:
 
     The launcher hands the environment on, whole, and looks up only what it has put there itself.
     """
-    own = {"MARK", "'MASTER_ADDR'", "'MASTER_PORT'", "'RANK'", "'TORCHELASTIC_RUN_ID'"}
+    launchers = {"MARK", "'MASTER_ADDR'", "'MASTER_PORT'", "'RANK'", "'TORCHELASTIC_RUN_ID'"}
     for module in MODULES:
         path, package = FILES[module], package_of(module)
         text = path.read_text()
@@ -552,4 +552,4 @@ def test_only_world_reads_the_environment() -> None:
             continue
         uses = set(re.findall(r"environ(?:\.get\(|\[)([^\])]*)", ast.unparse(ast.parse(text))))
         assert "getenv" not in text, path
-        assert uses <= (own if package == "launcher" else set()), path
+        assert uses <= (launchers if package == "launcher" else set()), path

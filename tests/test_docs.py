@@ -90,8 +90,8 @@ def test_the_options_in_the_pages_are_the_commands(
     named: dict[str, set[str]] = {}
     for text in PAGES.values():
         for command, words in re.findall(r"^lockstep (\w+) ([^#\n]*)", text, flags=re.M):
-            own = re.split(r" \w+\.py", words)[0]  # what follows is the script's
-            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--?[a-z][\w-]*", own))
+            ours = re.split(r" \w+\.py", words)[0]  # what follows is the script's
+            named.setdefault(command, set()).update(re.findall(r"(?<!\S)--?[a-z][\w-]*", ours))
     assert {"run", "report", "show", "export"} <= named.keys()
     for command, options in named.items():
         monkeypatch.setattr(sys, "argv", ["lockstep", command, "--help"])

@@ -129,22 +129,22 @@ def test_attribute_is_there(owner: str, name: str) -> None:
 @functools.cache
 def own_names() -> set[str]:
     """Names that lockstep gives to something itself."""
-    own = set()
+    names = set()
     for path in PATHS:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.arg):
-                own.add(node.arg)
+                names.add(node.arg)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own.add(node.attr)
+                names.add(node.attr)
             elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                own.add(
+                names.add(
                     ast.literal_eval(node.slice) if isinstance(node.slice, ast.Constant) else ""
                 )
-    return own
+    return names
 
 
 def names_of_torch(tree: ast.Module) -> tuple[set[str], set[str]]:

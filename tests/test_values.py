@@ -26,8 +26,8 @@ def test_any_is_true_on_all_ranks_if_it_is_on_one(backend: str) -> None:
     flags = [[False, False, False], [False, True, False], [True, True, True]]
 
     def body(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        own = [lockstep.any(each[rank], process_group=group) for each in flags]
-        return [*own, lockstep.any(torch.tensor([rank == 2]), process_group=group)]
+        local = [lockstep.any(each[rank], process_group=group) for each in flags]
+        return [*local, lockstep.any(torch.tensor([rank == 2]), process_group=group)]
 
     assert run_ranks(3, body, backend=backend) == [[False, True, True, True]] * 3
 
@@ -92,13 +92,13 @@ def test_other_objects_are_pickled_only_if_all_ranks_say_so(
     options = {"options": argparse.Namespace(lr=0.1), "x": torch.ones(2)}
 
     def body(rank: int, group: dist.ProcessGroup) -> Any:
-        own = options if rank == 0 else None
+        local = options if rank == 0 else None
         kind = (TypeError, CollectiveMismatch)[rank]
         with pytest.raises(kind, match=r"'value\.options' is a Namespace.*allow_pickle=True"):
-            lockstep.broadcast(own, process_group=group)
+            lockstep.broadcast(local, process_group=group)
         with pytest.raises(CollectiveMismatch, match="allow_pickle is False on rank 1 and True on"):
-            lockstep.broadcast(own, allow_pickle=rank == 0, process_group=group)
-        return lockstep.broadcast(own, allow_pickle=True, process_group=group)
+            lockstep.broadcast(local, allow_pickle=rank == 0, process_group=group)
+        return lockstep.broadcast(local, allow_pickle=True, process_group=group)
 
     with caplog.at_level(logging.INFO, "lockstep"):
         _, got = run_ranks(2, body, backend=backend)

@@ -53,10 +53,10 @@ def seed(number: int) -> None:
 def _begin_noise(number: int, rank: int) -> None:
     """Let this rank draw numbers of its own; the first draws what one process does."""
     if rank:
-        own = mixed(number, rank)
+        local_number = mixed(number, rank)
         # `lockstep run --check` takes torch.manual_seed() for a seed of the program's.
-        torch.random.manual_seed(own)
-        _seed_python_and_numpy(own)
+        torch.random.manual_seed(local_number)
+        _seed_python_and_numpy(local_number)
 
 
 def _seed_python_and_numpy(number: int) -> None:

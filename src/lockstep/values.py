@@ -193,7 +193,7 @@ class _Received:
 
     def value(self, group: dist.ProcessGroup, src: int) -> object:
         """Return the value, when ``flats`` are there."""
-        own, source = global_rank(group, group.rank()), global_rank(group, src)
+        local_rank, source = global_rank(group, group.rank()), global_rank(group, src)
         device = device_in(group)
 
         @functools.cache
@@ -201,15 +201,15 @@ class _Received:
             if kind := self._classes.get(name):
                 pickled = bytes(bytes_of(self.flats[name].cpu()))
                 text = f"unpickles {name}, a {kind} of {len(pickled)} bytes, from rank {source}"
-                _log.info("Rank %d %s.", own, text)
+                _log.info("Rank %d %s.", local_rank, text)
                 try:
                     return pickle.loads(pickled)
                 except Exception as error:
-                    error.add_note(f"(broadcast: rank {own} {text})")
+                    error.add_note(f"(broadcast: rank {local_rank} {text})")
                     raise
             tensor = from_flat(self.flats[name], self._headers[name])
             there = torch.device(self._devices.get(name, "cpu"))
-            is_own = device is not None and device.type == there.type
-            return tensor.to(device if is_own else there)
+            is_its_kind = device is not None and device.type == there.type
+            return tensor.to(device if is_its_kind else there)
 
         return decode(self._tree, made)

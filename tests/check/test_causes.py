@@ -221,8 +221,8 @@ def test_equal_batches_have_one_checksum_whichever_objects_are_in_them() -> None
 def test_samples_of_several_ranks_are_told(tmp_path: Path) -> None:
     def save(folder: str, *rows: list[int], num_backwards: int = 1) -> list[Records]:
         ranks = [Records(str(tmp_path / folder), f"rank-{rank}") for rank in range(2)]
-        for records, own in zip(ranks, rows, strict=True):
-            for number, row in enumerate(own):
+        for records, indices in zip(ranks, rows, strict=True):
+            for number, row in enumerate(indices):
                 batch = batch_of([row], num_backwards=number * num_backwards)
                 records.save(f"batch-0-1-{number}", batch)
         return ranks

@@ -65,8 +65,8 @@ def test_damage_is_refused_and_the_file_named(tmp_path) -> None:
         model, optimizer = trained(group, Digits, OPTIMIZERS["AdamW"], sharded=True)
         return lockstep.save(tmp_path, process_group=group, model=model, optimizer=optimizer, n=3)
 
-    path, own, chance = run_ranks(2, save)[0], things(), random.Random(0)
-    before = copy.deepcopy(states_of(*own.values()))
+    path, objects, chance = run_ranks(2, save)[0], things(), random.Random(0)
+    before = copy.deepcopy(states_of(*objects.values()))
     files = sorted(path.iterdir())
     assert [file.name for file in files] == ["manifest.json", "rank-0.bin", "rank-1.bin"]
     for number in range(num_examples(200, 40)):
@@ -80,12 +80,12 @@ def test_damage_is_refused_and_the_file_named(tmp_path) -> None:
                 data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :]
             )
         with pytest.raises(CheckpointDamaged) as caught:
-            load_all(tmp_path, own, 1 + number % 2)
+            load_all(tmp_path, objects, 1 + number % 2)
         # Random states are each rank's own, and so is what another rank needs of a file.
         assert file.name in str(caught.value)
         file.write_bytes(data)
-    assert same(states_of(*own.values()), before)
-    load_all(tmp_path, own, 1)
+    assert same(states_of(*objects.values()), before)
+    load_all(tmp_path, objects, 1)
     for file in files:
         file.rename(tmp_path / "away")
         with pytest.raises(CheckpointDamaged, match=file.name):
@@ -93,10 +93,10 @@ def test_damage_is_refused_and_the_file_named(tmp_path) -> None:
         (tmp_path / "away").rename(file)
 
 
-def load_all(folder: Path, own: dict[str, Any], size: int) -> None:
-    """Load on ranks that share what was read; ``own`` are the things of one rank."""
+def load_all(folder: Path, objects: dict[str, Any], size: int) -> None:
+    """Load on ranks that share what was read; ``objects`` are the things of one rank."""
     if size == 1:
-        lockstep.load(folder, n=0, **own)
+        lockstep.load(folder, n=0, **objects)
         # The random states of the ranks that aren't there any more.
         return
 

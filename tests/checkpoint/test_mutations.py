@@ -68,13 +68,13 @@ def saved(folder: Path) -> Path:
 
     def save(rank: int, group: dist.ProcessGroup) -> Path:
         torch.manual_seed(0)
-        own = things()
-        model = lockstep.parallelize(own["model"], process_group=group)
-        optimizer = lockstep.shard_optimizer(own["optimizer"])
+        found = things()
+        model = lockstep.parallelize(found["model"], process_group=group)
+        optimizer = lockstep.shard_optimizer(found["optimizer"])
         model(torch.ones(5, 4)).sum().backward()
         optimizer.step()
-        own |= {"model": model, "optimizer": optimizer, "values": VALUES}
-        return lockstep.save(folder, process_group=group, **own)
+        found |= {"model": model, "optimizer": optimizer, "values": VALUES}
+        return lockstep.save(folder, process_group=group, **found)
 
     return run_ranks(2, save)[0]
 
@@ -122,21 +122,21 @@ def mutate_pieces(path: Path, chance: random.Random) -> None:
 
 
 def load(path: Path, chance: random.Random) -> None:
-    own = things()
-    before = states_of(own)
+    found = things()
+    before = states_of(found)
     random_state = chance.random() < 0.5
     try:
-        lockstep.load(path, random_state=random_state, strict=chance.random() < 0.5, **own)
+        lockstep.load(path, random_state=random_state, strict=chance.random() < 0.5, **found)
     except CheckpointError as error:
         # Only the class of an optimizer can tell what its state is to have.
         if "may be changed in part" not in str(error):
-            assert same(states_of(own), before)
+            assert same(states_of(found), before)
         raise
 
 
-def states_of(own: dict[str, Any]) -> dict[str, Any]:
-    states = {n: own[n].state_dict() for n in ("model", "optimizer", "scheduler")}
-    return copy.deepcopy({**states, "tensor": own["tensor"], "g": own["generator"].get_state()})
+def states_of(found: dict[str, Any]) -> dict[str, Any]:
+    states = {n: found[n].state_dict() for n in ("model", "optimizer", "scheduler")}
+    return copy.deepcopy({**states, "tensor": found["tensor"], "g": found["generator"].get_state()})
 
 
 def return_all(path: Path, chance: random.Random) -> None:

@@ -113,7 +113,7 @@ def check_masters(folder: str, cases: list[Any], options: Any) -> None:
     for kind, name, saved in cases:
         path = folder_of(folder, kind.__name__, name, saved)
         expected = torch.load(os.path.join(path, "states.pt"), weights_only=False)
-        assert all("master" in own for own in expected[1]["state"].values())
+        assert all("master" in entry for entry in expected[1]["state"].values())
         model, optimizer = made(kind, name, sharded=True, steps=0, **options)
         dcp.load({"model": model, "optimizer": ShardedState(optimizer)}, checkpoint_id=path)
         assert same(states_of(model, optimizer), expected)
@@ -123,12 +123,12 @@ def check_sizes(folder: str) -> tuple[int, int]:
     _, optimizer = made(Digits, "AdamW", sharded=True, steps=3)
     dcp.save({"optimizer": ShardedState(optimizer)}, checkpoint_id=folder)
     parts = ShardedState(optimizer).state_dict()["state"].values()
-    values = [value for own in parts for value in own.values() if value.dim()]
+    values = [value for entry in parts for value in entry.values() if value.dim()]
     here = {flat.untyped_storage().data_ptr() for value in values for _, flat in value.ranges}
     live = {
         value.untyped_storage().data_ptr()
-        for own in optimizer.state.values()
-        for value in own.values()
+        for entry in optimizer.state.values()
+        for value in entry.values()
     }
     assert here <= live  # no copies
     return sum(len(flat) for value in values for _, flat in value.ranges), dist.get_rank()
@@ -234,9 +234,9 @@ def check_without_masters(folder: str) -> None:
         state = {"model": other, "optimizer": ShardedState(its)}
         dcp.load(state, checkpoint_id=folder, planner=PARTIAL)
         found = its.state_dict()["state"]
-        assert not any("master" in own for own in found.values())
-        for index, own in optimizer.state_dict()["state"].items():
-            assert torch.equal(found[index]["exp_avg"], own["exp_avg"].float())
+        assert not any("master" in entry for entry in found.values())
+        for index, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(found[index]["exp_avg"], entry["exp_avg"].float())
 
 
 def test_master_values_may_be_missing(ranks, tmp_path) -> None:
@@ -347,9 +347,9 @@ class Counting(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    own = self.state[parameter]
-                    own["count"] = own.get("count", 0) + 1
-                    own["nothing"] = None
+                    entry = self.state[parameter]
+                    entry["count"] = entry.get("count", 0) + 1
+                    entry["nothing"] = None
         return super().step(closure)
 
 
@@ -371,7 +371,7 @@ def check_numbers(folder: str) -> None:
     assert not steps
     found = states_of(other_model, other)[1]
     assert same(found, states_of(model, optimizer)[1])
-    assert {own["count"] for own in found["state"].values()} == {3}
+    assert {entry["count"] for entry in found["state"].values()} == {3}
 
 
 def test_state_that_is_not_a_tensor_is_saved_too(ranks, tmp_path) -> None:
@@ -462,7 +462,7 @@ def test_something_else_is_refused() -> None:
 def check_computing() -> None:
     _, optimizer = made(Digits, "AdamW", sharded=True, steps=1)
     parts = ShardedState(optimizer).state_dict()["state"].values()
-    part = next(own["exp_avg"] for own in parts)
+    part = next(entry["exp_avg"] for entry in parts)
     with pytest.raises(TypeError, match=r"has only some elements. Let every rank call"):
         part.sum()
     assert repr(part).startswith("PartialTensor(shape=[")

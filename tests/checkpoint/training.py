@@ -73,5 +73,5 @@ def train(
 def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Their state dicts, with parameters in order, which those of sharded optimizers aren't."""
     state = optimizer.state_dict()
-    own = {i: dict(sorted(state["state"][i].items())) for i in sorted(state["state"])}
-    return dict(model.state_dict()), state | {"state": own}
+    entries = {i: dict(sorted(state["state"][i].items())) for i in sorted(state["state"])}
+    return dict(model.state_dict()), state | {"state": entries}

@@ -132,13 +132,13 @@ def _in_groups(kind: Any, net: Net) -> Any:
 
 def _with_muon(kind: Any, net: Net) -> Any:
     groups = (net.inner.weight, net.outer.weight), (net.rows.weight, net.norm.weight, net.scale)
-    return kind([{"params": own, "use_muon": i == 0} for i, own in enumerate(groups)])
+    return kind([{"params": members, "use_muon": i == 0} for i, members in enumerate(groups)])
 
 
 def _split(kind: Any, net: Net) -> Any:
     groups = _others(net), _matrices(net)
     inner = importlib.import_module("heavyball").AdamW
-    return kind([{"params": own, "optimizer": inner} for own in groups])
+    return kind([{"params": members, "optimizer": inner} for members in groups])
 
 
 def _plain_matrices(net: Net) -> list[nn.Parameter]:

@@ -76,8 +76,8 @@ def test_each_optimizer_has_the_bits_of_one_process_or_says_why_not(
 ) -> None:
     ranks: list[dict[str, list[Ending]]] = [{}, {}]
     for names in _PARTS.get(package, [".*"]):
-        for every, own in zip(ranks, forks.run(endings_of, 2, package, names), strict=True):
-            every.update(own)
+        for every, part in zip(ranks, forks.run(endings_of, 2, package, names), strict=True):
+            every.update(part)
     found = ranks[0]
     wrong = [
         f"{name} on rank {rank}, {options}: {ending.reason}"
@@ -90,9 +90,9 @@ def test_each_optimizer_has_the_bits_of_one_process_or_says_why_not(
     for name, endings in found.items():
         assert [each.outcome for each in endings] == [each.outcome for each in ranks[1][name]]
     not_run = {name for name, endings in found.items() if endings[0].outcome == "not run"}
-    assert not_run == {name for own, name in _NOT_RUN if own == package}
-    for (own, name), reason in _READ.items():
-        if own == package:
+    assert not_run == {name for where, name in _NOT_RUN if where == package}
+    for (where, name), reason in _READ.items():
+        if where == package:
             assert re.search(reason, found[name][0].reason), found[name]
     row = _row(package, {name: endings[0] for name, endings in found.items()})
     assert row in _PAGE.read_text(), f"The row in {_PAGE} has to be:\n{row}"
@@ -125,5 +125,5 @@ def _why(reason: str) -> str:
 
 def _by_reason(reasons: dict[str, str]) -> Iterator[str]:
     for reason in sorted({*reasons.values()}):
-        names = sorted(name for name, own in reasons.items() if own == reason)
+        names = sorted(name for name, why in reasons.items() if why == reason)
         yield f"{', '.join(names)}: {reason}"

@@ -82,8 +82,8 @@ def save_and_resume(num_ranks: int) -> Any:
             lockstep.shard_optimizer(optimizer)
 
     lockstep.init()
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
+    with tempfile.TemporaryDirectory() as local:
+        folders = [local]
         if num_ranks > 1:
             dist.broadcast_object_list(folders)
         for num_steps in 2, 4:
@@ -108,7 +108,7 @@ def save_and_resume(num_ranks: int) -> Any:
         saved = torch.load(f"{folders[0]}/checkpoint-4/optimizer.pt")["state"]
         if num_ranks > 1:
             dist.barrier()
-    return parameters_of(net), {key: own["exp_avg"].norm().item() for key, own in saved.items()}
+    return parameters_of(net), {key: entry["exp_avg"].norm().item() for key, entry in saved.items()}
 
 
 def test_the_trainer_saves_a_sharded_optimizer(forks: Forks) -> None:

@@ -272,8 +272,8 @@ def test_messages_of_any_layout_and_dtype() -> None:
     sent = torch.arange(24.0).view(4, 6).t()[::2]
 
     def body(rank: int, group: SharedMemoryGroup) -> None:
-        own = sent.to(torch.bfloat16) + rank
-        works = [group.send([own], peer, 5) for peer in range(4) if peer != rank]
+        message = sent.to(torch.bfloat16) + rank
+        works = [group.send([message], peer, 5) for peer in range(4) if peer != rank]
         for peer in range(4):
             if peer != rank:
                 came = torch.zeros(4, 3, dtype=torch.bfloat16).t()

@@ -45,8 +45,8 @@ def assert_usable(group: dist.ProcessGroup) -> None:
         assert_all_are(10**number * sum(rank + 1 for rank in ranks), tensor)
         everyone = [torch.empty(numel) for _ in ranks]
         dist.all_gather(everyone, torch.full((numel,), number + group.rank() / 8), group=group)
-        for rank, own in enumerate(everyone):
-            assert_all_are(number + rank / 8, own)
+        for rank, local in enumerate(everyone):
+            assert_all_are(number + rank / 8, local)
     dist.barrier(group=group)
 
 
@@ -218,7 +218,7 @@ def test_ranks_go_on_after_random_mismatches(backend: str, size: int, seed: int)
     """Each round has equal calls, then other ones on each rank, then any number in flight."""
 
     def body(group: dist.ProcessGroup) -> None:
-        common, own = random.Random(seed), random.Random(f"{seed} {group.rank()}")
+        common, local = random.Random(seed), random.Random(f"{seed} {group.rank()}")
         for _ in range(num_examples(40)):
             works = [all_reduce(group, numel) for numel in common.choices([SMALL, LARGE], k=3)]
             num_equal, odd = common.randrange(3), common.randrange(size)
@@ -230,12 +230,12 @@ def test_ranks_go_on_after_random_mismatches(backend: str, size: int, seed: int)
                 lambda: all_reduce(group, LARGE),
                 lambda: all_reduce(group, HUGE),
             ]
-            works = [calls[0]() if group.rank() == odd else calls[own.randrange(1, 4)]()]
-            works += [own.choice(calls)() for _ in range(own.randrange(4))]
-            if own.random() < 0.3:
+            works = [calls[0]() if group.rank() == odd else calls[local.randrange(1, 4)]()]
+            works += [local.choice(calls)() for _ in range(local.randrange(4))]
+            if local.random() < 0.3:
                 time.sleep(0.05)
             with pytest.raises(CollectiveMismatch):
-                own.choice(works).wait()
+                local.choice(works).wait()
             assert_usable(group)
 
     run_on(backend, size, body)

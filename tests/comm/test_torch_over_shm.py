@@ -259,9 +259,9 @@ def check_objects() -> None:
     gathered = [None] * size if rank == 1 else None
     dist.gather_object(mine, gathered, dst=1)
     assert gathered is None or gathered[0]["rank"] == 0
-    own: list = [None]
-    dist.scatter_object_list(own, list(range(10, 10 + size)) if rank == 0 else None, src=0)
-    assert own == [10 + rank]
+    output: list = [None]
+    dist.scatter_object_list(output, list(range(10, 10 + size)) if rank == 0 else None, src=0)
+    assert output == [10 + rank]
     if rank == 0:
         dist.send_object_list(["an object", 2], dst=1)
     elif rank == 1:

@@ -171,16 +171,16 @@ def test_all_calls_may_be_asynchronous(backend: str) -> None:
         def lists() -> list[torch.Tensor]:
             return [torch.empty(2) for _ in range(size)]
 
-        gathered, sent, exchanged, part, own = lists(), lists(), lists(), torch.empty(2), []
+        gathered, sent, exchanged, part, outputs = lists(), lists(), lists(), torch.empty(2), []
         reduced, broadcast, scattered = mine.clone(), mine.clone(), torch.empty(2)
         single, exchanged_single = torch.empty(2 * size), torch.empty(2 * size)
         if rank == 1:
-            own = sent
+            outputs = sent
         scatter_list = everyone if rank == 1 else None
         kwargs = {"group": group, "async_op": True}
         works = [
             dist.all_gather(gathered, mine, **kwargs),
-            dist.gather(mine, own or None, group_dst=1, **kwargs),
+            dist.gather(mine, outputs or None, group_dst=1, **kwargs),
             dist.all_to_all(exchanged, [mine.clone() for _ in range(size)], **kwargs),
             dist.reduce_scatter(part, everyone, **kwargs),
             dist.reduce(reduced, group_dst=1, **kwargs),

@@ -76,9 +76,9 @@ def joined(results: Sequence[Result]) -> Result:
         some = [result for result in results if result.outcome == outcome]
         if some:
             errors = [error for result in some for error in result.errors]
-            own = [error for error in errors if not _OF_ANOTHER.match(error)]
+            local = [error for error in errors if not _OF_ANOTHER.match(error)]
             details = dict.fromkeys(result.details for result in some)
-            return Result(outcome, list(dict.fromkeys(own or errors)), "\n".join(details))
+            return Result(outcome, list(dict.fromkeys(local or errors)), "\n".join(details))
     return Result("passed")
 
 

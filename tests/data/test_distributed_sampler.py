@@ -283,9 +283,9 @@ def test_ranks_that_disagree_are_named_on_every_rank(
     backend: str, options: dict[str, Any], message: str
 ) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> Any:
-        own = dict(options) if rank == 2 else {}
-        length, epoch = own.pop("length", 12), own.pop("epoch", 0)
-        sampler: Any = lockstep.DistributedSampler(range(length), process_group=group, **own)
+        local = dict(options) if rank == 2 else {}
+        length, epoch = local.pop("length", 12), local.pop("epoch", 0)
+        sampler: Any = lockstep.DistributedSampler(range(length), process_group=group, **local)
         sampler.set_epoch(epoch)
         with pytest.raises(CollectiveMismatch, match=message) as caught:
             iter(sampler)
@@ -414,12 +414,12 @@ def test_orders_are_not_drawn_while_a_loader_reads_from_the_same_generators() ->
 
 
 def test_generators_are_left_as_they_were() -> None:
-    own = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     sampler = lockstep.DistributedSampler(
-        RandomSampler(range(20), generator=own), num_replicas=2, rank=0
+        RandomSampler(range(20), generator=generator), num_replicas=2, rank=0
     )
-    before = random.getstate(), torch.get_rng_state(), own.get_state()
+    before = random.getstate(), torch.get_rng_state(), generator.get_state()
     assert len([*sampler]) == 10
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert torch.equal(own.get_state(), before[2])
+    assert torch.equal(generator.get_state(), before[2])

@@ -123,8 +123,8 @@ def test_the_rank_is_named() -> None:
 
     words = run_ranks(2, body)
     assert sum(map(bool, words)) == 1
-    for rank, own in enumerate(words):
-        assert not own or ("sample 13, at position" in own and f"on rank {rank}." in own)
+    for rank, told in enumerate(words):
+        assert not told or ("sample 13, at position" in told and f"on rank {rank}." in told)
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])

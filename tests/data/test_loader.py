@@ -402,9 +402,9 @@ def test_rows_of_tensors_are_the_batches_that_torch_makes(num_workers: int) -> N
     ):
         ours = lockstep.DataLoader(dataset, batch_sampler=batches, num_workers=num_workers)
         theirs = torch.utils.data.DataLoader(dataset, batch_sampler=batches)
-        for own, expected in zip(ours, theirs, strict=True):
-            assert type(own) is type(expected)
-            assert all(map(torch.equal, own, expected))
+        for batch, expected in zip(ours, theirs, strict=True):
+            assert type(batch) is type(expected)
+            assert all(map(torch.equal, batch, expected))
     too_far = lockstep.DataLoader(dataset, batch_sampler=[[10]], num_workers=num_workers)
     with pytest.raises(IndexError, match="out of bounds") as caught:
         next(iter(too_far))

@@ -50,9 +50,9 @@ def test_a_sampler_that_gives_an_index_twice_is_refused() -> None:
 )
 def test_ranks_that_differ_are_named(options: dict[str, Any], named: str) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        own: dict[str, Any] = {"dataset": Numbers(10), "batch_size": 4, "seed": 0}
-        own |= options if rank else {}
-        each = lockstep.DataLoader(process_group=group, **own)
+        local: dict[str, Any] = {"dataset": Numbers(10), "batch_size": 4, "seed": 0}
+        local |= options if rank else {}
+        each = lockstep.DataLoader(process_group=group, **local)
         with pytest.raises(SplitError, match=named) as caught:
             iter(each)
         assert " on rank 1 and " in str(caught.value)
@@ -64,8 +64,8 @@ def test_a_sampler_of_a_ranks_samples_is_told_to_give_all() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         mine = range(rank, 10, 2)
         batches = BatchSampler(SubsetRandomSampler(mine), 2, drop_last=False)
-        for own in ({"sampler": mine, "batch_size": 4}, {"batch_sampler": batches}):
-            each = lockstep.DataLoader(Numbers(10), process_group=group, **own)  # type: ignore[arg-type]
+        for arguments in ({"sampler": mine, "batch_size": 4}, {"batch_sampler": batches}):
+            each = lockstep.DataLoader(Numbers(10), process_group=group, **arguments)  # type: ignore[arg-type]
             with pytest.raises(SplitError, match=r"order of samples .* all samples on every rank"):
                 iter(each)
 

@@ -99,8 +99,8 @@ class TestBackwards:
                 (x,) = ctx.saved_tensors
                 with torch.enable_grad():
                     x = x.detach().requires_grad_()
-                    (own,) = torch.autograd.grad(x.sin(), x, gradient)
-                return own
+                    (derivative,) = torch.autograd.grad(x.sin(), x, gradient)
+                return derivative
 
         class Twice(Net):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

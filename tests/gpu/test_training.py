@@ -71,11 +71,11 @@ def mean_of_uneven_parts(world: lockstep.World) -> list[torch.Tensor]:
 
 def micro_batches(world: lockstep.World) -> list[torch.Tensor]:
     model = lockstep.DistributedDataParallel(classifier().to(GPU))
-    own = range(20)[own_rows(world.rank)]
+    local = range(20)[own_rows(world.rank)]
     for rows in (range(5), range(5, 6), range(6, 20)):
         is_last = rows.stop == 20
         with contextlib.nullcontext() if is_last else lockstep.accumulate(model):
-            lockstep.mean(losses_of(model, [row for row in rows if row in own])).backward()
+            lockstep.mean(losses_of(model, [row for row in rows if row in local])).backward()
     return gradients_of(model)
 
 

@@ -72,7 +72,7 @@ def test_ranks_agree_on_the_order_that_rank_0_saw():
     assert run_ranks(2, body) == [[["p1"], ["p0"], ["p2"]]] * 2
 
 
-def test_excused_gradients_hold_nothing_up():
+def test_unused_gradients_hold_nothing_up():
     reducer, parameters, group = reducer_of(3)
     backward(reducer, parameters, [2, 0])
     assert reducer.unused == ["p1"]
@@ -88,7 +88,7 @@ def test_excused_gradients_hold_nothing_up():
     reducer.finish()
 
 
-def test_an_excused_gradient_that_comes_after_all_is_taken():
+def test_an_unused_gradient_that_comes_after_all_is_taken():
     reducer, parameters, _ = reducer_of(3)
     backward(reducer, parameters, [2, 1])
     reducer.begin()
@@ -99,7 +99,7 @@ def test_an_excused_gradient_that_comes_after_all_is_taken():
     assert [p.grad[0].item() for p in parameters] == [1, 2, 3]
 
 
-def test_an_excused_gradient_may_be_told_of_with_others():
+def test_an_unused_gradient_may_be_told_of_with_others():
     reducer, parameters, group = reducer_of(3)
     backward(reducer, parameters, [2, 1, 0])
     group.sizes.clear()
@@ -254,13 +254,13 @@ def test_gradients_may_be_told_of_together(data):
     """In whichever order and batches: as if one by one."""
     order = data.draw(st.lists(st.integers(0, 5), unique=True, min_size=1), label="order")
     cuts = data.draw(st.sets(st.integers(1, 5)), label="cuts")
-    excused = data.draw(st.sets(st.integers(0, 5)), label="excused")
+    unused = data.draw(st.sets(st.integers(0, 5)), label="unused")
     outcomes = []
     for together in (False, True):
         reducer, parameters, group = reducer_of(6)
         backward(reducer, parameters, [5, 3, 4, 0, 1, 2])
         reducer.begin()
-        reducer.mark_unused(parameters[index] for index in excused - set(order))
+        reducer.mark_unused(parameters[index] for index in unused - set(order))
         told: list[torch.nn.Parameter] = []
         for number, index in enumerate(order, 1):
             parameters[index].grad = torch.full_like(parameters[index], index + 2.0)

@@ -62,12 +62,12 @@ def run_on(
     return ended
 
 
-def check(ended: Sequence[tuple[int, str, str]], own: Sequence[str]) -> None:
-    """All ranks have met, and those of each host listen at its address of ``own`` alone."""
+def check(ended: Sequence[tuple[int, str, str]], addresses: Sequence[str]) -> None:
+    """All ranks have met, and those of each host listen at its address of ``addresses`` alone."""
     for host, (status, out, err) in enumerate(ended):
         assert status == 0, err
         for rank in (2 * host, 2 * host + 1):
-            assert lines_of(out, rank) == [f"10.0 {own[host]} cable"]
+            assert lines_of(out, rank) == [f"10.0 {addresses[host]} cable"]
 
 
 @pytest.fixture

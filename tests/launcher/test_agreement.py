@@ -237,10 +237,10 @@ def test_first_cause_is_found_though_clocks_differ(join: Join, behind_seconds: f
     clock = lambda: time.monotonic() - behind_seconds  # noqa: E731
     second = join(store, 2, number=1, clock=clock)
     assert until(lambda: second._offsets)
-    own = Outcome(3, message="rank 0", rank=0, at_seconds=time.monotonic())
+    local = Outcome(3, message="rank 0", rank=0, at_seconds=time.monotonic())
     others = Outcome(4, message="rank 1", rank=1, at_seconds=clock() - 2)
     answer = settled(second, others)
-    assert first.settle(own, go_on).rank == 1
+    assert first.settle(local, go_on).rank == 1
     assert answer().rank == 1
 
 

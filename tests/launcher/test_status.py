@@ -99,10 +99,10 @@ def test_a_process_that_does_not_catch_the_signal_is_left_alone(bench: Bench) ->
 
 
 def test_processes_that_end_meanwhile_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def list_all_but_gone(own: Any, path: Any) -> Any:
+    def list_all_but_gone(original: Any, path: Any) -> Any:
         if str(path).endswith("/fd") and str(path) != f"/proc/{os.getpid()}/fd":
             raise FileNotFoundError(path)
-        return own(path)
+        return original(path)
 
     monkeypatch.setattr(os, "listdir", partial(list_all_but_gone, os.listdir))
     monkeypatch.setattr(os, "scandir", partial(list_all_but_gone, os.scandir))

@@ -15,8 +15,8 @@ import pytest
 
 from lockstep.errors import CollectiveTimeout
 from lockstep.launcher.failures import (
+    ErrorText,
     Failure,
-    Told,
     failure_by,
     failure_outcome,
     first_failure,
@@ -50,7 +50,7 @@ def raised(
     rank: int, at: float, text: str = "ValueError: bad", *, code: int = 1, asked: bool = False
 ) -> RankProcess:
     process = rank_process(rank, asked=asked)
-    process.failure = Failure(rank, at, 1, Told(text, text, text.splitlines()[-1]))
+    process.failure = Failure(rank, at, 1, ErrorText(text, text, text.splitlines()[-1]))
     process.end(code, at + 0.05)
     return process
 

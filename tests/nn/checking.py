@@ -73,11 +73,16 @@ def assert_close(mine: Tensors, theirs: Tensors, slack: float, where: str) -> No
         assert (a is None) == (b is None), f"{where}, number {place}: {a} and not {b}"
         if a is None or b is None:
             continue
-        own = max(slack, SINGLE_TOLERANCE) if slack and a.dtype is torch.float32 else slack
-        if not torch.allclose(a, b, rtol=own, atol=own, equal_nan=True):  # which is fast
+        bound = max(slack, SINGLE_TOLERANCE) if slack and a.dtype is torch.float32 else slack
+        if not torch.allclose(a, b, rtol=bound, atol=bound, equal_nan=True):  # which is fast
             message = f"{where}, number {place}"
             torch.testing.assert_close(
-                a, b, rtol=own, atol=own, equal_nan=True, msg=lambda why, m=message: f"{m}: {why}"
+                a,
+                b,
+                rtol=bound,
+                atol=bound,
+                equal_nan=True,
+                msg=lambda why, m=message: f"{m}: {why}",
             )
 
 

@@ -30,7 +30,7 @@ def batches(lengths: Sequence[int], rows: int = 4) -> list[list[torch.Tensor]]:
 def steps_of(lengths: Sequence[int]) -> list[list[torch.Tensor]]:
     """For each step the batches of those ranks that still have one."""
     everyones = batches(lengths)
-    return [[own[step] for own in everyones if step < len(own)] for step in range(max(lengths))]
+    return [[each[step] for each in everyones if step < len(each)] for step in range(max(lengths))]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

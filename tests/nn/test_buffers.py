@@ -97,7 +97,7 @@ class Statistics(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.inner = nn.Module()
-        for name in ("followed", "averaged", "late", "own"):
+        for name in ("followed", "averaged", "late", "local"):
             self.inner.register_buffer(name, torch.zeros(2))
         self.inner.register_buffer("averaged_count", torch.zeros((), dtype=torch.int64))
 
@@ -110,7 +110,7 @@ class Statistics(nn.Module):
 
 @BOTH
 def test_each_buffer_has_its_policy(parallel) -> None:
-    policies = {"*.averaged*": "mean", "*.late": "late", "*.own": "local"}
+    policies = {"*.averaged*": "mean", "*.late": "late", "*.local": "local"}
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = Statistics()
@@ -121,12 +121,12 @@ def test_each_buffer_has_its_policy(parallel) -> None:
             "followed": [1, 1],
             "averaged": [2, 2],
             "late": [rank + 1, rank + 1],
-            "own": [rank + 1, rank + 1],
+            "local": [rank + 1, rank + 1],
             "averaged_count": 1,
         }
         lockstep.sync_buffers(mine)
         assert model.inner.late.tolist() == [2, 2]
-        assert model.inner.own.tolist() == [rank + 1, rank + 1]
+        assert model.inner.local.tolist() == [rank + 1, rank + 1]
 
     run_ranks(3, body)
 

@@ -106,7 +106,7 @@ def test_a_bucket_has_this_ranks_gradients_undivided() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         alone = net()
         alone(batches(2)[rank]).sum().backward()
-        own = {name: p.grad for name, p in alone.named_parameters()}
+        local = {name: p.grad for name, p in alone.named_parameters()}
         seen = set()
 
         def look(_, bucket):
@@ -117,7 +117,7 @@ def test_a_bucket_has_this_ranks_gradients_undivided() -> None:
             for tensor, parameter in zip(tensors, parameters, strict=True):
                 name = names[id(parameter)]
                 assert tensor.shape == parameter.shape
-                assert torch.equal(tensor, own[name])
+                assert torch.equal(tensor, local[name])
                 seen.add(name)
             for place, tensor in enumerate(tensors):
                 tensor.fill_(place)
@@ -130,7 +130,7 @@ def test_a_bucket_has_this_ranks_gradients_undivided() -> None:
         for _ in range(3):
             model.zero_grad()
             model(batches(2)[rank]).sum().backward()
-        assert seen == set(own)
+        assert seen == set(local)
 
     run_ranks(2, body)
 

@@ -35,7 +35,7 @@ class Counting(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
         self.register_buffer("seen", torch.tensor(start))
-        self.register_buffer("own", torch.tensor(start))
+        self.register_buffer("local", torch.tensor(start))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
@@ -155,9 +155,9 @@ def test_buffers_start_and_follow_as_torchs_do(options: dict[str, Any]) -> None:
         assert ours.forward_sync_buffers == getattr(theirs, newer_name)
         for _ in range(2):
             assert ours.module.seen == theirs.module.seen
-            assert ours.module.own == theirs.module.own
+            assert ours.module.local == theirs.module.local
             for model in models:
-                model.module.own += 1 + world.rank
+                model.module.local += 1 + world.rank
                 model(parts(2)[world.rank]).sum().backward()
             # torch's follow when the next forward begins, and so may they here.
             for model in models:
@@ -191,14 +191,14 @@ def test_whether_buffers_follow_can_be_set_later() -> None:
         model.broadcast_buffers = False
         assert not model.forward_sync_buffers
         for _ in range(2):
-            model.module.own += 1 + world.rank
+            model.module.local += 1 + world.rank
             model(parts(2)[world.rank]).sum().backward()
-        assert model.module.own == 2 * (1 + world.rank)
+        assert model.module.local == 2 * (1 + world.rank)
         model.forward_sync_buffers = True
         assert model.broadcast_buffers
         for _ in range(2):
             model(parts(2)[world.rank]).sum().backward()
-        assert model.module.own == 2
+        assert model.module.local == 2
 
     launch(body)
 
@@ -209,11 +209,11 @@ def test_parallel_parts_keep_their_policies_when_those_of_the_wrapper_are_set() 
         outer.inner = lockstep.parallelize(inner, broadcast_buffers={"*": "mean"})
         model = OurDDP(outer)
         model.broadcast_buffers = False
-        inner.own.fill_(world.rank)
-        outer.own.fill_(world.rank)
+        inner.local.fill_(world.rank)
+        outer.local.fill_(world.rank)
         inputs = parts(2)[world.rank]
         (model(inputs).sum() + inner(inputs).sum()).backward()
-        assert (inner.own.item(), outer.own.item()) == (0.5, world.rank)
+        assert (inner.local.item(), outer.local.item()) == (0.5, world.rank)
 
     launch(body)
 
@@ -315,14 +315,14 @@ def test_ignored_parameters_and_buffers_stay_each_ranks_own(
             self.register_buffer("rows", torch.arange(2.0 + more * rank))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.own += 1
+            self.local += 1
             return torch.cat([super().forward(x), self.table(x)], dim=1)
 
     def body(world: lockstep.World) -> None:
         model = Sharded(world.rank)
         weight = model.table.weight.detach().clone()
         alone = copy.deepcopy(model)
-        ignored = ["table.weight", "table.bias", "own", "rows"]
+        ignored = ["table.weight", "table.bias", "local", "rows"]
         tell._set_params_and_buffers_to_ignore_for_model(model, ignored)
         model = OurDDP(model)
         assert model.parameters_to_ignore == set(ignored)
@@ -339,7 +339,7 @@ def test_ignored_parameters_and_buffers_stay_each_ranks_own(
             other.copy_(model.module.layer.weight.grad)
             dist.all_reduce(other, op=dist.ReduceOp.MAX)
             assert torch.equal(other, model.module.layer.weight.grad)
-        assert model.module.own == world.rank + 2
+        assert model.module.local == world.rank + 2
         assert torch.equal(model.module.rows, torch.arange(2.0 + more * world.rank))
 
     launch(body)

@@ -51,10 +51,10 @@ def test_a_backward_that_fails_at_different_places_on_each_rank(
                 continue
             model.zero_grad(set_to_none=then == "dropped")
             model(batch(rank, size, step)).backward()
-            for own, expected in zip(
+            for mine, expected in zip(
                 gradients(model), mean_of_both(model, size, step), strict=True
             ):
-                torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
         return gradients(model)
 
     first, second = run_ranks(2, body, backend=backend)
@@ -79,8 +79,8 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Ba
             # What needs all ranks before their next backward.
             assert lockstep.mean(torch.full((2,), float(rank)), process_group=group) == 0.5
             model(batch(rank, 4)).backward()
-        for own, expected in zip(gradients(model), mean_of_both(model, 4, 0), strict=True):
-            torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+        for mine, expected in zip(gradients(model), mean_of_both(model, 4, 0), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
         return gradients(model)
 
     first, second = run_ranks(2, body, backend=backend)
@@ -162,8 +162,8 @@ def test_a_backward_that_fails_beside_others(
     assert all(map(torch.equal, first, second))
     alone = Layers(4)
     sum(alone(batch(rank, 4), None, (4,) if skips else ()) / 2 for rank in range(2)).backward()
-    for own, expected in zip(first, gradients(alone) * 2, strict=False):
-        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+    for mine, expected in zip(first, gradients(alone) * 2, strict=False):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_backward_that_fails_with_a_gradient_from_before() -> None:
@@ -181,8 +181,8 @@ def test_a_backward_that_fails_with_a_gradient_from_before() -> None:
             model(batch(rank, 4), fails_at=6 - 1).backward()
         model(batch(rank, 4)).backward()
         expected = [2 * gradient for gradient in mean_of_both(model, 4, 0)]
-        for own, its in zip(gradients(model)[:8], expected[:8], strict=True):
-            torch.testing.assert_close(own, its, rtol=1e-10, atol=1e-12)
+        for mine, its in zip(gradients(model)[:8], expected[:8], strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
 
     run_ranks(2, body)
 

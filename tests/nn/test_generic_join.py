@@ -42,11 +42,11 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     joinables: list[Joinable],
-    own: Sequence[torch.Tensor],
+    local: Sequence[torch.Tensor],
     **options: Any,
 ) -> list[torch.Tensor]:
     with Join(joinables, **options):
-        for batch in own:
+        for batch in local:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
@@ -74,8 +74,8 @@ def test_a_model_and_a_sharded_optimizer(
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(OurDDP)
         optimizer = sharded(model, kind)
-        own, joinables = batches(lengths)[world.rank], [model, optimizer]
-        return train(model, optimizer, joinables, own, divide_by_initial_world_size=initial)
+        local, joinables = batches(lengths)[world.rank], [model, optimizer]
+        return train(model, optimizer, joinables, local, divide_by_initial_world_size=initial)
 
     assert_all_are(launch(body), by_hand(lengths, initial, optimizer_of=momentum))
 
@@ -138,7 +138,7 @@ def gradients_at(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         for parameter, value in zip(alone.parameters(), parameters, strict=True):
             parameter.copy_(value)
-    alone(torch.cat([own[0] for own in batches((1, 1))])).square().mean().backward()
+    alone(torch.cat([local[0] for local in batches((1, 1))])).square().mean().backward()
     return [p.grad for p in alone.parameters() if p.grad is not None]
 
 
@@ -169,9 +169,9 @@ def test_the_first_rank_that_is_through_may_end_the_loop_for_all(
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(wrap)
         optimizer = sharded(model, kind)
-        own, joinables = batches(lengths)[world.rank], [model, optimizer]
+        local, joinables = batches(lengths)[world.rank], [model, optimizer]
         with pytest.raises(RuntimeError, match="exhausted"):
-            train(model, optimizer, joinables, own, throw_on_early_termination=True)
+            train(model, optimizer, joinables, local, throw_on_early_termination=True)
         return [p.detach() for p in model.parameters()]
 
     assert_all_are(launch(body), by_hand((1, 1), optimizer_of=momentum))
@@ -195,16 +195,16 @@ def test_after_it_was_left_otherwise_a_loop_may_be_joined(left: str) -> None:
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(OurDDP)
-        optimizer, own = sgd(model), batches(lengths)[world.rank]
+        optimizer, local = sgd(model), batches(lengths)[world.rank]
         if left == "early":
             with pytest.raises(RuntimeError, match="exhausted"):
-                train(model, optimizer, [model], own, throw_on_early_termination=True)
+                train(model, optimizer, [model], local, throw_on_early_termination=True)
         else:
             with pytest.raises(ArithmeticError), Join([model]):
                 raise ArithmeticError
         model.load_state_dict(wrapped(OurDDP).state_dict())
         with model.join():
-            for batch in own:
+            for batch in local:
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
                 optimizer.step()

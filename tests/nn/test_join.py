@@ -26,10 +26,10 @@ DIVIDE = pytest.mark.parametrize("initial", [True, False], ids=["by all", "by th
 LENGTHS = pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 0, 1), (1, 1, 1)], ids=str)
 
 
-def train(model: nn.Module, own: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+def train(model: nn.Module, local: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
     optimizer = sgd(model)
     with model.join(**options):
-        for batch in own:
+        for batch in local:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
@@ -48,8 +48,8 @@ def test_all_ranks_end_with_the_parameters_of_the_same_steps_by_hand(
 ) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrap(net(), find_unused_parameters=True, bucket_cap_mb=0.0002)
-        own = batches(lengths)[world.rank]
-        return train(model, own, divide_by_initial_world_size=initial)
+        local = batches(lengths)[world.rank]
+        return train(model, local, divide_by_initial_world_size=initial)
 
     assert_all_are(launch(body, len(lengths)), by_hand(lengths, initial))
 
@@ -266,9 +266,9 @@ def test_different_branches_in_a_joined_loop() -> None:
     optimizer = sgd(model)
     for step in range(4):
         optimizer.zero_grad()
-        for own, which in zip(batches(lengths), branches, strict=True):
-            if step < len(own):
-                (model(own[step], which[step]).square().mean() / 3).backward()
+        for local, which in zip(batches(lengths), branches, strict=True):
+            if step < len(local):
+                (model(local[step], which[step]).square().mean() / 3).backward()
         optimizer.step()
     assert_all_are(run_ranks(3, body), [p.detach() for p in model.parameters()])
 
@@ -293,20 +293,20 @@ def test_the_first_rank_that_is_through_may_end_the_loop_for_all(wrap: type[nn.M
 
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrap(net(), find_unused_parameters=True)
-        own = batches(lengths)[world.rank]
+        local = batches(lengths)[world.rank]
         optimizer, steps = sgd(model), 0
         with (  # noqa: PT012
             pytest.raises(RuntimeError, match=said),
             model.join(throw_on_early_termination=True),
         ):
-            for batch in own:
+            for batch in local:
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
                 optimizer.step()
                 steps += 1
         assert steps == 2
         if wrap is OurDDP:  # the loop is over, and what follows is as ever
-            for batch in own[:2]:
+            for batch in local[:2]:
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
                 optimizer.step()
@@ -332,7 +332,7 @@ def test_an_error_in_a_joined_loop_leaves_it() -> None:
             model(batch).square().mean().backward()
             raise ArithmeticError
         expected = net()
-        expected(torch.cat([own[0] for own in batches((1, 1))])).square().mean().backward()
+        expected(torch.cat([local[0] for local in batches((1, 1))])).square().mean().backward()
         model.zero_grad()
         model(batch).square().mean().backward()
         torch.testing.assert_close(
@@ -404,7 +404,7 @@ def test_a_mean_over_all_ranks_in_a_joined_loop(initial: bool, lengths: tuple[in
     optimizer, expected = sgd(model), []
     for step in range(max(lengths)):
         optimizer.zero_grad()
-        parts = [own[step][r:] for r, own in enumerate(batches(lengths)) if step < len(own)]
+        parts = [local[step][r:] for r, local in enumerate(batches(lengths)) if step < len(local)]
         loss = model(torch.cat(parts)).square().mean()
         loss.backward()
         expected.append(loss.item())

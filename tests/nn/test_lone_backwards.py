@@ -63,8 +63,8 @@ def assert_steps_as_one(ddp: nn.Module, group: dist.ProcessGroup, seed: int) -> 
     for rank in range(group.size()):
         (alone(batch(rank, seed)) / group.size()).backward()
     ddp(batch(group.rank(), seed)).backward()
-    for own, expected in zip(gradients(ddp.module), gradients(alone), strict=True):
-        torch.testing.assert_close(own.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
+    for mine, expected in zip(gradients(ddp.module), gradients(alone), strict=True):
+        torch.testing.assert_close(mine.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -203,7 +203,7 @@ def test_a_backward_of_one_rank_alone_that_sums_in_it(backend: str, size: int) -
             ddp(batch(group.rank(), step)).backward()
             everyone = [torch.empty(WIDTH, WIDTH, dtype=torch.float64) for _ in range(size)]
             dist.all_gather(everyone, next(ddp.parameters()).grad, group=group)
-            assert all(torch.equal(own, everyone[0]) for own in everyone)
+            assert all(torch.equal(local, everyone[0]) for local in everyone)
         dist.barrier(group=group)
 
     run_on(backend, size, body)

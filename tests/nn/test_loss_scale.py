@@ -20,7 +20,7 @@ def scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
 
-def train(rank: int, optimizer: Any, model: nn.Module, own: nn.Parameter, how: str) -> list[Any]:
+def train(rank: int, optimizer: Any, model: nn.Module, extra: nn.Parameter, how: str) -> list[Any]:
     """Let a gradient of one rank's own parameter overflow; return scales and skipped steps."""
     amp, found = scaler(), []
     for step in range(5):
@@ -28,7 +28,7 @@ def train(rank: int, optimizer: Any, model: nn.Module, own: nn.Parameter, how: s
         optimizer.zero_grad()
         loss = model(parts(2)[rank].float()).square().mean()
         if rank == 1:
-            loss = loss + own * (float("inf") if step == OVERFLOWS else 1.0)
+            loss = loss + extra * (float("inf") if step == OVERFLOWS else 1.0)
         amp.scale(loss).backward()
         if how == "unscale":
             amp.unscale_(optimizer)
@@ -52,10 +52,10 @@ EXPECTED = [(8.0, False), (16.0, False), (8.0, True), (8.0, False), (16.0, False
 def test_a_parameter_of_one_rank_alone_lets_all_ranks_skip(sharded: bool, how: str) -> None:
     def body(world: lockstep.World) -> list[Any]:
         model = lockstep.parallelize(net().float())
-        own = nn.Parameter(torch.tensor(1.0))
-        optimizer = SGD([*model.parameters(), *[own] * (world.rank == 1)], 0.1)
+        extra = nn.Parameter(torch.tensor(1.0))
+        optimizer = SGD([*model.parameters(), *[extra] * (world.rank == 1)], 0.1)
         optimizer = lockstep.shard_optimizer(optimizer) if sharded else optimizer
-        assert train(world.rank, optimizer, model, own, how) == EXPECTED
+        assert train(world.rank, optimizer, model, extra, how) == EXPECTED
         return values(model)
 
     first, second = lockstep.launch(body, nprocs=2, ranks="threads")
@@ -66,8 +66,8 @@ def test_a_parameter_of_one_rank_alone_lets_all_ranks_skip(sharded: bool, how: s
 def test_ranks_in_join_skip_the_same_steps(sharded: bool) -> None:
     def body(world: lockstep.World) -> list[Any]:
         model = lockstep.parallelize(net().float())
-        own = nn.Parameter(torch.tensor(1.0))
-        optimizer = SGD([*model.parameters(), *[own] * (world.rank == 1)], 0.1)
+        extra = nn.Parameter(torch.tensor(1.0))
+        optimizer = SGD([*model.parameters(), *[extra] * (world.rank == 1)], 0.1)
         optimizer = lockstep.shard_optimizer(optimizer) if sharded else optimizer
         amp, scales = scaler(), []
         with lockstep.join(model):
@@ -75,7 +75,7 @@ def test_ranks_in_join_skip_the_same_steps(sharded: bool) -> None:
                 optimizer.zero_grad()
                 loss = model(parts(2)[world.rank].float()).square().mean()
                 if world.rank:
-                    loss = loss + own * (float("inf") if step == OVERFLOWS else 1.0)
+                    loss = loss + extra * (float("inf") if step == OVERFLOWS else 1.0)
                 amp.scale(loss).backward()
                 amp.step(optimizer)
                 amp.update()
@@ -91,10 +91,10 @@ def test_a_rank_without_any_gradient_takes_part() -> None:
     def body(world: lockstep.World) -> tuple[Any, float]:
         model, amp = lockstep.parallelize(net().float()), scaler()
         optimizer = SGD(model.parameters(), 0.1)
-        own = torch.ones((), requires_grad=True)
+        extra = torch.ones((), requires_grad=True)
         for step in range(4):
             optimizer.zero_grad()
-            loss = model(parts(2)[0].float()).square().mean() if world.rank else own * 1.0
+            loss = model(parts(2)[0].float()).square().mean() if world.rank else extra * 1.0
             factor = float("inf") if step == OVERFLOWS else 1.0
             amp.scale(loss * factor).backward()
             amp.step(optimizer)

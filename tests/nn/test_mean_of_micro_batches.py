@@ -29,11 +29,11 @@ def test_micro_batches_of_different_sizes_are_one_batch(parallel, sizes: list[in
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = parallel(classifier(), group)
-        own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        local = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         for _ in range(3):
             model.zero_grad()
             for number, rows in enumerate(micro_batches, start=1):
-                mine = [row for row in rows if row in own]
+                mine = [row for row in rows if row in local]
                 is_last = number == len(micro_batches)
                 with contextlib.nullcontext() if is_last else lockstep.accumulate(model):
                     losses = losses_of(model, x[mine], y[mine])
@@ -193,11 +193,11 @@ def test_gradients_that_are_asked_for_are_no_micro_batch(of: str, sizes: list[in
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = in_place(classifier(), group)
-        own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        local = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         for _ in range(2):
             model.zero_grad()
             for rows in ([0, 1, 2, 11], [3], [4, 5, 6, 7, 8, 9, 10]):
-                mine = [row for row in rows if row in own]
+                mine = [row for row in rows if row in local]
                 inputs = x[mine].requires_grad_()
                 wanted = [*([inputs] * (of != "parameters")), *model.parameters()]
                 wanted = wanted[:1] if of == "inputs" else wanted

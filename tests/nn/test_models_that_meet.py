@@ -158,8 +158,8 @@ def test_ranks_have_the_gradients_of_one_process(
     def body(rank: int, group: dist.ProcessGroup) -> None:
         mine = [in_place(copy.deepcopy(m), group, bucket_cap_mb=1e-7) for m in models]
         found = train(mine, [rank], loss_of, 4, one_optimizer=one_optimizer)
-        for own, theirs in zip(found, expected, strict=True):
-            assert_close(own, theirs)
+        for got, theirs in zip(found, expected, strict=True):
+            assert_close(got, theirs)
 
     run_ranks(2, body)
 

@@ -345,9 +345,9 @@ def test_what_a_failed_backward_leaves_is_reduced_with_the_next() -> None:
         for x in data:
             (oracle.second(oracle.middle(x).detach()).square().sum() / 2).backward()
             (oracle.middle(x).sum() / 2).backward()
-        for own, its in zip(model.parameters(), oracle.parameters(), strict=True):
-            assert (own.grad is None) == (its.grad is None)
-            assert own.grad is None or torch.allclose(own.grad, its.grad, rtol=0, atol=1e-12)
+        for mine, its in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert (mine.grad is None) == (its.grad is None)
+            assert mine.grad is None or torch.allclose(mine.grad, its.grad, rtol=0, atol=1e-12)
 
     run_ranks(2, body)
 

@@ -171,8 +171,8 @@ def test_a_communication_hook_is_given_sparse_gradients_too(kind: str, backend: 
         train.register_comm_hook(None, hook)
         train(*indices(0, rank)).sum().backward()
         ((rank + 1) * expected(*indices(0, rank)).sum()).backward()
-        for own, its in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(dense(own.grad), dense(its.grad), rtol=1e-12, atol=1e-12)
+        for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(dense(mine.grad), dense(its.grad), rtol=1e-12, atol=1e-12)
         assert model.words.weight.grad.is_sparse
 
     run_ranks(2, body, backend=backend)

@@ -229,9 +229,9 @@ def test_a_model_trains_as_in_one_process() -> None:
         return [p.detach().clone() for p in [*model.parameters(), *model.buffers()]]
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        own = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model), group)
-        lockstep.parallelize(own, process_group=group)
-        return steps(own, [batch.split([5, 0, 4])[rank] for batch in whole], 3 / 9)
+        converted = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model), group)
+        lockstep.parallelize(converted, process_group=group)
+        return steps(converted, [batch.split([5, 0, 4])[rank] for batch in whole], 3 / 9)
 
     for ours in run_ranks(3, body):
         torch.testing.assert_close(

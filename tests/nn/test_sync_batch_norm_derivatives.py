@@ -55,10 +55,10 @@ def test_gradients_can_be_differentiated_again(
     (parts,) = batches((2,), sizes, count=1)
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
-        own = SyncBatchNorm.convert_sync_batchnorm(model(nn.BatchNorm1d), group)
-        own = lockstep.parallelize(own, process_group=group)
-        penalty(own, parts[rank], order, group).backward()
-        return gradients_of(own)
+        converted = SyncBatchNorm.convert_sync_batchnorm(model(nn.BatchNorm1d), group)
+        converted = lockstep.parallelize(converted, process_group=group)
+        penalty(converted, parts[rank], order, group).backward()
+        return gradients_of(converted)
 
     alone = model(ByHand)
     penalty(alone, torch.cat(parts), order).backward()
@@ -72,9 +72,9 @@ def test_derivatives_that_ranks_take_in_different_orders_are_refused() -> None:
     model = nn.Sequential(nn.Conv1d(CHANNELS, CHANNELS, 1), nn.BatchNorm1d(CHANNELS)).double()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        own = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model), group)
+        converted = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model), group)
         with pytest.raises(errors.ModelError, match="in different orders"):
-            penalty(own, parts[rank], 2, group).backward()
+            penalty(converted, parts[rank], 2, group).backward()
 
     run_ranks(2, body)
 

@@ -182,8 +182,8 @@ def test_an_optimizer_whose_state_is_shared_out() -> None:
         model = OurDDP(net())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
         assert_same(train(model, optimizer, parts(2)[world.rank]), expected)
-        own = sum(len(group["params"]) for group in optimizer.optim.param_groups)
-        assert own < len(expected)
+        num_local = sum(len(group["params"]) for group in optimizer.optim.param_groups)
+        assert num_local < len(expected)
         optimizer.consolidate_state_dict(to=0)
         if world.rank == 0:
             assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len(expected)
@@ -269,10 +269,10 @@ def test_autograd_grad_gives_each_ranks_own_and_waits_for_none() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = OurDDP(net(), process_group=group)
         if rank == 0:  # alone
-            own = torch.autograd.grad(model(parts(2)[0]).square().mean(), model.second.weight)
+            local = torch.autograd.grad(model(parts(2)[0]).square().mean(), model.second.weight)
             alone = net()
             theirs = torch.autograd.grad(alone(parts(2)[0]).square().mean(), alone.second.weight)
-            assert_same(own, theirs)
+            assert_same(local, theirs)
             assert model.second.weight.grad is None
         model(parts(2)[rank]).square().mean().backward()
         assert_same(gradients(model), of_the_whole_batch())

@@ -164,7 +164,7 @@ class TestWrapper:
             def scatter(self, inputs, kwargs, device_ids):
                 called.append("scatter")
                 rows = [slice(0, 1), slice(1, None)]
-                return [(inputs[0][own],) for own in rows], [kwargs or {} for _ in rows]
+                return [(inputs[0][part],) for part in rows], [kwargs or {} for _ in rows]
 
             def gather(self, outputs, output_device):
                 called.append("gather")

@@ -79,15 +79,15 @@ def rank_of_net(world: lockstep.World, folder: Path, shards: bool) -> list[dict[
 def test_its_bytes_are_those_of_the_run(tmp_path: Path, world_size: int, shards: bool) -> None:
     by_rank = lockstep.launch(rank_of_net, world_size, (tmp_path, shards), ranks="threads")
     for last_step, index in ((0, 0), (2, 1)):
-        for facts, own in zip(by_rank, sent(tmp_path, world_size, last_step), strict=True):
+        for facts, local in zip(by_rank, sent(tmp_path, world_size, last_step), strict=True):
             told = facts[index]["bytes_per_step"]
-            assert told["gradients"] == own["gradients"]
-            assert told["buffers"] == own["buffers"]
+            assert told["gradients"] == local["gradients"]
+            assert told["buffers"] == local["buffers"]
             # Before the first step nobody knows how many rows a batch has.
-            assert told["rows"] == (own["rows"] if index else 0)
-            assert own["rows"] > 0
+            assert told["rows"] == (local["rows"] if index else 0)
+            assert local["rows"] > 0
             words = str(lockstep.observe.Explanation(facts[index]))
-            said = f"rows {own['rows']:,}" if index else "The rows of rows.weight come to that"
+            said = f"rows {local['rows']:,}" if index else "The rows of rows.weight come to that"
             assert said in " ".join(words.split())
 
 
@@ -121,8 +121,8 @@ def test_sharded_parameters_are_named(tmp_path: Path) -> None:
 
 def explained(num_ranks: int, model: nn.Module, *inputs: Any, **options: Any) -> Any:
     def body(rank: int, group: dist.ProcessGroup) -> Any:
-        own = lockstep.parallelize(copy.deepcopy(model), process_group=group, **options)
-        return lockstep.explain(own, *inputs)
+        local = lockstep.parallelize(copy.deepcopy(model), process_group=group, **options)
+        return lockstep.explain(local, *inputs)
 
     return run_ranks(num_ranks, body)[0]
 

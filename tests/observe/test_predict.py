@@ -99,12 +99,12 @@ def trace_of(
     num_ranks: int,
     network: Network = NETWORK,
     sizes: Sequence[int] = LAYERS,
-    own: Callable[[int, int], float] = lambda rank, step: 1.0,
+    slowness: Callable[[int, int], float] = lambda rank, step: 1.0,
     num_steps: int = 40,
 ) -> list[RankSpans]:
     """Let ranks train over a network, each on its clock, and trace them.
 
-    A layer's forward and backward take ``own(rank, step)`` times as long as FORWARD, BACKWARD.
+    A layer's forward and backward take ``slowness(rank, step)`` times as long as FORWARD, BACKWARD.
     """
     spans: list[list[Span]] = [[] for _ in range(num_ranks)]
     buckets: list[list[Bucket]] = [[] for _ in range(num_ranks)]
@@ -112,7 +112,7 @@ def trace_of(
     for step in range(num_steps):
         launches = []
         for rank, start in enumerate(now):
-            factor = own(rank, step)
+            factor = slowness(rank, step)
             begin = now[rank] = start + FORWARD * len(sizes) * factor
             spans[rank].append(span("forward", start, begin, step))
             launches.append([begin + (k + 1) * BACKWARD * factor for k in range(len(sizes))])
@@ -186,20 +186,20 @@ def test_one_bucket_is_predicted_exactly() -> None:
 def test_ranks_that_differ_wait_for_the_slowest() -> None:
     drawn = random.Random(1)
 
-    def own(rank: int, step: int) -> float:
+    def slowness(rank: int, step: int) -> float:
         return 1 + 0.3 * drawn.uniform(-1, 1)
 
-    _, rows = predicted(trace_of(2, own=own, num_steps=100))
+    _, rows = predicted(trace_of(2, slowness=slowness, num_steps=100))
     before = 0.0
     for num_ranks in (2, 4, 8, 16):
-        true = measured(trace_of(num_ranks, own=own, num_steps=100))
+        true = measured(trace_of(num_ranks, slowness=slowness, num_steps=100))
         assert rows[num_ranks].seconds == pytest.approx(true, rel=0.05), num_ranks
         assert rows[num_ranks].waiting > before
         before = rows[num_ranks].waiting
 
 
 def test_a_step_that_is_long_for_all_ranks_makes_nobody_wait() -> None:
-    _, rows = predicted(trace_of(2, own=lambda rank, step: 5.0 if step % 10 == 0 else 1.0))
+    _, rows = predicted(trace_of(2, slowness=lambda rank, step: 5.0 if step % 10 == 0 else 1.0))
     assert rows[1024].waiting == pytest.approx(0, abs=1e-6)
 
 

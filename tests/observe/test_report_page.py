@@ -46,14 +46,14 @@ def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
     html = (tmp_path / "report.html").read_text()
     data, ranks = drawn_in(html), read_folder(tmp_path)
     zero = min(span.start for found in ranks for span in found.spans)
-    for found, own in zip(ranks, data["ranks"], strict=True):
+    for found, columns in zip(ranks, data["ranks"], strict=True):
         wanted = sorted(
             [(s.start, s.stop, s.name) for s in found.spans]
             + [(b.ready, b.done, "bucket") for b in found.buckets]
             + [(b.launched, b.done, "all-reduce") for b in found.buckets]
         )
-        kinds = [data["labels"][number % 16] for number in unpacked(own["kind"])]
-        starts, lengths = unpacked(own["start"]), unpacked(own["length"])
+        kinds = [data["labels"][number % 16] for number in unpacked(columns["kind"])]
+        starts, lengths = unpacked(columns["start"]), unpacked(columns["length"])
         unit = data["unit"] * 1000
         assert sorted(kinds) == sorted(name for _, _, name in wanted)
         for start, length, (first, last, _) in zip(starts, lengths, wanted, strict=True):
@@ -85,7 +85,7 @@ def with_ends(ranks: list[RankSpans], *samples: int) -> list[RankSpans]:
         ]
         for rank in range(len(ranks))
     ]
-    return [r._replace(step_ends=own) for r, own in zip(ranks, ends, strict=True)]
+    return [r._replace(step_ends=local) for r, local in zip(ranks, ends, strict=True)]
 
 
 def test_throughput_is_of_all_ranks_together() -> None:
@@ -168,15 +168,15 @@ def test_scaling_says_what_it_assumes() -> None:
         r._replace(facts={"device": "cpu", "cores": 2, "local_world_size": 4}) for r in two_ranks()
     ]
     steps = step_times(ranks)
-    own = sections.scaling(predict(ranks, steps, None, 64), ranks, 64)
-    assert own is not None
-    assert [row[0] for row in own.rows[:3]] == ["2 measured", "2", "4"]
-    assert own.rows[-1][0] == "1,024"
-    assert own.rows[7][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
-    assert "-" not in own.rows[6]
-    assert "as between the ranks of this run" in own.note
-    assert "0.5 cores, as they had: 4 ranks shared 2" in own.note
-    assert "of 64 samples among the ranks" in own.note
+    section = sections.scaling(predict(ranks, steps, None, 64), ranks, 64)
+    assert section is not None
+    assert [row[0] for row in section.rows[:3]] == ["2 measured", "2", "4"]
+    assert section.rows[-1][0] == "1,024"
+    assert section.rows[7][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
+    assert "-" not in section.rows[6]
+    assert "as between the ranks of this run" in section.note
+    assert "0.5 cores, as they had: 4 ranks shared 2" in section.note
+    assert "of 64 samples among the ranks" in section.note
     given = sections.scaling(predict(ranks, steps, parse_network("10gbe")), ranks, None)
     assert given is not None
     assert "for the given network: 30 us a message and 10 Gbit/s." in given.note

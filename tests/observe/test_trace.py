@@ -359,8 +359,8 @@ def test_times_are_shifted_to_one_clock(tmp_path: Path) -> None:
 def test_a_job_is_traced_by_what_can_be_pickled(tmp_path: Path) -> None:
     job = launcher.Job(launcher.job_of(["-c"], module=True, nprocs="1").program, 1, 1)
     again = pickle.loads(pickle.dumps(traced(job, str(tmp_path / "t"), "1:3")))
-    with again.around(0) as own:
-        assert own.step == 0
+    with again.around(0) as steps:
+        assert steps.step == 0
 
 
 def test_lines_that_come_before_the_file_is_emptied_are_kept(

@@ -65,163 +65,163 @@ class Setting:
 
 
 def plain(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    for (x,) in own.loader:
-        own.train(x)
-    return Truth(STEPS, BATCH, own.bytes)
+    job = Setting(world)
+    for (x,) in job.loader:
+        job.train(x)
+    return Truth(STEPS, BATCH, job.bytes)
 
 
 def micro_batches(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    for (x,) in own.loader:
+    job = Setting(world)
+    for (x,) in job.loader:
         for index, part in enumerate(x.split(2)):
             is_last = index == BATCH // world.world_size // 2 - 1
-            with contextlib.nullcontext() if is_last else lockstep.accumulate(own.model):
-                own.backward(part)
-        own.step()
-    return Truth(STEPS, BATCH, own.bytes)
+            with contextlib.nullcontext() if is_last else lockstep.accumulate(job.model):
+                job.backward(part)
+        job.step()
+    return Truth(STEPS, BATCH, job.bytes)
 
 
 def several_batches_a_step(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    for index, (x,) in enumerate(own.loader):
-        with lockstep.no_sync(own.model) if index % 2 == 0 else contextlib.nullcontext():
-            own.backward(x)
+    job = Setting(world)
+    for index, (x,) in enumerate(job.loader):
+        with lockstep.no_sync(job.model) if index % 2 == 0 else contextlib.nullcontext():
+            job.backward(x)
         if index % 2:
-            own.step()
-    return Truth(STEPS // 2, 2 * BATCH, own.bytes)
+            job.step()
+    return Truth(STEPS // 2, 2 * BATCH, job.bytes)
 
 
-def evaluate(own: Setting, batches: Any, kind: str) -> None:
+def evaluate(job: Setting, batches: Any, kind: str) -> None:
     if kind == "around":
         with torch.no_grad():
             for (x,) in batches:
-                own.model(x)
+                job.model(x)
     else:
         for (x,) in batches:
             with torch.inference_mode():
-                own.model(x)
+                job.model(x)
 
 
 def evaluating(kind: str, num_batches: int) -> Callable[[lockstep.World], Truth]:
     def program(world: lockstep.World) -> Truth:
-        own = Setting(world)
-        held_out = own.loader_of(num_batches, 33)
-        for index, (x,) in enumerate(own.loader):
-            own.train(x)
+        job = Setting(world)
+        held_out = job.loader_of(num_batches, 33)
+        for index, (x,) in enumerate(job.loader):
+            job.train(x)
             if index % 2:
-                evaluate(own, held_out, kind)
-        return Truth(STEPS, BATCH, own.bytes, evaluates=True)
+                evaluate(job, held_out, kind)
+        return Truth(STEPS, BATCH, job.bytes, evaluates=True)
 
     return program
 
 
 def evaluating_on_its_own_data(world: lockstep.World) -> Truth:
-    own = Setting(world)
+    job = Setting(world)
     for _ in range(2):
-        for (x,) in own.loader:
-            own.train(x)
-        evaluate(own, own.loader, "around")
-    return Truth(2 * STEPS, BATCH, own.bytes, evaluates=True)
+        for (x,) in job.loader:
+            job.train(x)
+        evaluate(job, job.loader, "around")
+    return Truth(2 * STEPS, BATCH, job.bytes, evaluates=True)
 
 
 def adversaries(world: lockstep.World) -> Truth:
-    own, other = Setting(world), Setting(world)
-    for (x,) in own.loader:
+    job, other = Setting(world), Setting(world)
+    for (x,) in job.loader:
         other.train(x)
-        own.train(x)
-    return Truth(STEPS, BATCH, 2 * own.bytes)
+        job.train(x)
+    return Truth(STEPS, BATCH, 2 * job.bytes)
 
 
 def in_stages(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    for (x,) in own.loader:
-        own.train(x)
-    first, own.optimizer = own.optimizer, torch.optim.SGD(own.model.parameters(), lr=0.02)
-    for (x,) in own.loader:
-        own.train(x)
+    job = Setting(world)
+    for (x,) in job.loader:
+        job.train(x)
+    first, job.optimizer = job.optimizer, torch.optim.SGD(job.model.parameters(), lr=0.02)
+    for (x,) in job.loader:
+        job.train(x)
     assert first.state is not None  # it is still there
     # Until the second one has stepped three times, it might be one of two that take turns.
-    return Truth(2 * STEPS - 2, None, own.bytes)
+    return Truth(2 * STEPS - 2, None, job.bytes)
 
 
 def averaging(world: lockstep.World) -> Truth:
-    own = Setting(world, is_parallel=False)
-    parameters = [*own.model.parameters()]
-    for (x,) in own.loader:
-        gradients = torch.autograd.grad(own.model(x).square().mean(), parameters)
+    job = Setting(world, is_parallel=False)
+    parameters = [*job.model.parameters()]
+    for (x,) in job.loader:
+        gradients = torch.autograd.grad(job.model(x).square().mean(), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        lockstep.average_gradients(own.model, process_group=own.group)
-        own.step()
-    return Truth(STEPS, BATCH, own.bytes)
+        lockstep.average_gradients(job.model, process_group=job.group)
+        job.step()
+    return Truth(STEPS, BATCH, job.bytes)
 
 
 def sparse(world: lockstep.World) -> Truth:
-    own = Setting(world)
+    job = Setting(world)
     table = nn.Embedding(50, IN, sparse=True)
-    own.model = lockstep.parallelize(
-        nn.Sequential(table, nn.Linear(IN, OUT)), process_group=own.group
+    job.model = lockstep.parallelize(
+        nn.Sequential(table, nn.Linear(IN, OUT)), process_group=job.group
     )
-    own.optimizer = torch.optim.SGD(own.model.parameters(), lr=0.01)
-    for _ in own.loader:
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.01)
+    for _ in job.loader:
         rows = torch.arange(5) + 3 * world.rank
-        loss = own.model(rows).square().mean((1,))
-        lockstep.mean(loss, process_group=own.group).backward()
-        own.step()
+        loss = job.model(rows).square().mean((1,))
+        lockstep.mean(loss, process_group=job.group).backward()
+        job.step()
     # The number of rows, and for each row its index and its numbers.
-    return Truth(STEPS, BATCH, own.bytes + 8 + 5 * (8 + 4 * IN))
+    return Truth(STEPS, BATCH, job.bytes + 8 + 5 * (8 + 4 * IN))
 
 
 def failing(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    for index, (x,) in enumerate(own.loader):
+    job = Setting(world)
+    for index, (x,) in enumerate(job.loader):
         if index % 3 != 1:  # the others are left out before their forward
-            own.train(x)
-    return Truth(STEPS - STEPS // 3, BATCH, own.bytes)
+            job.train(x)
+    return Truth(STEPS - STEPS // 3, BATCH, job.bytes)
 
 
 def without_loader(world: lockstep.World) -> Truth:
-    own = Setting(world)
+    job = Setting(world)
     for index in range(STEPS):
-        own.train(torch.full((3, IN), float(index + world.rank)))
-    return Truth(STEPS, None, own.bytes)
+        job.train(torch.full((3, IN), float(index + world.rank)))
+    return Truth(STEPS, None, job.bytes)
 
 
 def evaluating_on_tensors(world: lockstep.World) -> Truth:
-    own, held_out = Setting(world), torch.ones(50, IN)
+    job, held_out = Setting(world), torch.ones(50, IN)
     for index in range(STEPS):
-        own.train(torch.full((3, IN), float(index + world.rank)))
+        job.train(torch.full((3, IN), float(index + world.rank)))
         if index % 2 == 0:
-            own.model.eval()
+            job.model.eval()
             with torch.no_grad():
-                own.model(held_out)
-            own.model.train()
-    return Truth(STEPS, None, own.bytes, evaluates=True)
+                job.model(held_out)
+            job.model.train()
+    return Truth(STEPS, None, job.bytes, evaluates=True)
 
 
 def without_gradients_but_no_evaluation(world: lockstep.World) -> Truth:
     """A teacher, an average of weights, and a model's own samples."""
-    own, teacher, average = Setting(world), nn.Linear(IN, OUT).eval(), nn.Linear(IN, OUT)
-    for (x,) in own.loader:
+    job, teacher, average = Setting(world), nn.Linear(IN, OUT).eval(), nn.Linear(IN, OUT)
+    for (x,) in job.loader:
         with torch.no_grad():
             teacher(x)
-            own.model(x)
-        own.train(x)
+            job.model(x)
+        job.train(x)
         with torch.no_grad():
-            for mean, parameter in zip(average.parameters(), own.model.parameters(), strict=True):
+            for mean, parameter in zip(average.parameters(), job.model.parameters(), strict=True):
                 mean.lerp_(parameter, 0.1)
-    return Truth(STEPS, BATCH, own.bytes)
+    return Truth(STEPS, BATCH, job.bytes)
 
 
 def with_loaders_for_each_epoch(world: lockstep.World) -> Truth:
-    own = Setting(world)
-    own.loader = None
+    job = Setting(world)
+    job.loader = None
     for _ in range(3):
-        for (x,) in own.loader_of(STEPS):
-            own.train(x)
-        evaluate(own, own.loader_of(2), "within")
-    return Truth(3 * STEPS, BATCH, own.bytes, evaluates=True)
+        for (x,) in job.loader_of(STEPS):
+            job.train(x)
+        evaluate(job, job.loader_of(2), "within")
+    return Truth(3 * STEPS, BATCH, job.bytes, evaluates=True)
 
 
 PROGRAMS = {

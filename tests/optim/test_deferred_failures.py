@@ -77,8 +77,8 @@ def test_a_failed_backward_keeps_what_was_accumulated(backend: str) -> None:
             found.append([torch.zeros(0) if p.grad is None else p.grad for p in model.parameters()])
         return found
 
-    for plain, own in run_ranks(2, body, backend=backend):
-        torch.testing.assert_close(own, plain, rtol=0, atol=0)
+    for plain, unsummed in run_ranks(2, body, backend=backend):
+        torch.testing.assert_close(unsummed, plain, rtol=0, atol=0)
 
 
 @BACKENDS
@@ -106,8 +106,8 @@ def test_the_next_backward_adds_to_what_a_failed_one_has_copied(backend: str) ->
             found.append([p.detach().clone() for p in model.parameters()])
         return found
 
-    for plain, own in run_ranks(2, body, backend=backend):
-        torch.testing.assert_close(own, plain, rtol=0, atol=0)
+    for plain, unsummed in run_ranks(2, body, backend=backend):
+        torch.testing.assert_close(unsummed, plain, rtol=0, atol=0)
 
 
 @BACKENDS

@@ -73,8 +73,8 @@ def test_what_is_changed_in_a_gradient_counts(change: str, backend: str) -> None
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-        model, own = sharded(group, first)
-        for each, optimizer in (plain, adamw(plain.parameters())), (model, own):
+        model, divided = sharded(group, first)
+        for each, optimizer in (plain, adamw(plain.parameters())), (model, divided):
             for loss in losses(each, rank, 3):
                 loss.backward()
                 CHANGES[change](each.conv2.weight)
@@ -250,8 +250,8 @@ def test_gradients_are_seen_in_the_midst_of_a_backward() -> None:
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             optimizer, found = shard(adamw(model.parameters())), list[float]()
 
-            def look(*_: object, own: nn.Module = model, to: list[float] = found) -> None:
-                gradients = [own.fc2.weight.grad, own.fc1.weight.grad]
+            def look(*_: object, local: nn.Module = model, to: list[float] = found) -> None:
+                gradients = [local.fc2.weight.grad, local.fc1.weight.grad]
                 to.extend(0.0 if g is None else g.abs().sum().item() for g in gradients)
 
             model.conv2.register_full_backward_hook(look)

@@ -60,9 +60,9 @@ class Averaged(torch.optim.RMSprop):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         result = super().step(closure)
         every = [p for group in self.param_groups for p in group["params"]]
-        own = vars(self).setdefault("averages", {p: p.detach().clone() for p in every})
+        averages = vars(self).setdefault("averages", {p: p.detach().clone() for p in every})
         for parameter in every:
-            own[parameter].lerp_(parameter, 0.5)
+            averages[parameter].lerp_(parameter, 0.5)
         return result
 
     def sums(self) -> list[float]:
@@ -129,7 +129,7 @@ def taking_steps(kind: Any) -> Callable[[nn.Module, Any, int], Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         calls = list[int]()
         optimizer.register_step_pre_hook(
-            lambda own, *_: calls.append(sum(len(g["params"]) for g in own.param_groups))
+            lambda one, *_: calls.append(sum(len(g["params"]) for g in one.param_groups))
         )
         for loss in losses(model, rank, 4):
             if kind is Sharp:
@@ -154,8 +154,8 @@ def taking_steps(kind: Any) -> Callable[[nn.Module, Any, int], Any]:
         sums = optimizer.sums() if kind is Averaged else []
         saved = optimizer.state_dict()
         state = {
-            key: {name: torch.as_tensor(value).tolist() for name, value in own.items()}
-            for key, own in saved["state"].items()
+            key: {name: torch.as_tensor(value).tolist() for name, value in entry.items()}
+            for key, entry in saved["state"].items()
         }
         return calls, gradients, numbers, sums, state, saved["param_groups"]
 
@@ -224,8 +224,8 @@ class WithState(torch.optim.SGD):
         result = super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                own = self.state[parameter].setdefault("average", parameter.clone())
-                own.lerp_(parameter, 0.5)
+                average = self.state[parameter].setdefault("average", parameter.clone())
+                average.lerp_(parameter, 0.5)
         return result
 
 
@@ -234,21 +234,21 @@ class Counting(Replaced):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        own = self.param_groups[0].setdefault("seen", [])
-        own += [p.numel() for p in self.param_groups[0]["params"]]
+        seen = self.param_groups[0].setdefault("seen", [])
+        seen += [p.numel() for p in self.param_groups[0]["params"]]
         del self.largest
 
 
 def test_what_is_noted_of_all_parameters_is_a_reason_to_leave_it_undivided() -> None:
     noted.clear()
     model = Digits()
-    own = (optimizer := Replaced(model.parameters())).param_groups[0]["params"]
+    parameters = (optimizer := Replaced(model.parameters())).param_groups[0]["params"]
     assert probe(optimizer).reason == "its largest would differ between the ranks"
     assert noted == {}
     assert Replaced.seen == []
     reason = "group['seen'] would differ between the ranks"
-    assert probe(Counting(own)).reason == reason
-    assert probe(WithState(own)).outcome is Outcome.DIVIDE
+    assert probe(Counting(parameters)).reason == reason
+    assert probe(WithState(parameters)).outcome is Outcome.DIVIDE
 
 
 @pytest.mark.filterwarnings("ignore:.* can't be divided")
@@ -258,8 +258,8 @@ def test_what_is_noted_is_that_of_one_process(kind: Any) -> None:
         optimizer = shard(kind(model.parameters(), lr=0.1, momentum=0.9))
         train(model, optimizer, rank)
         found = optimizer.state_dict()
-        for own in found["state"].values():
-            own.update({name: value.tolist() for name, value in own.items()})
+        for entry in found["state"].values():
+            entry.update({name: value.tolist() for name, value in entry.items()})
         return found, getattr(optimizer, "largest", None)
 
     check_same_bits(program)

@@ -34,11 +34,11 @@ def set_kept(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
 
 
 def swap_and_back(parameters: list[nn.Parameter], step: int, kept: Values) -> None:
-    own = [p.data for p in parameters]
-    kept += own
+    values = [p.data for p in parameters]
+    kept += values
     for parameter in parameters:
         parameter.data = torch.zeros_like(parameter)
-    for parameter, value in zip(parameters, own, strict=True):
+    for parameter, value in zip(parameters, values, strict=True):
         parameter.data = value
 
 

@@ -115,7 +115,7 @@ def test_groups_that_the_program_holds_keep_their_parameters() -> None:
         optimizer = lockstep.shard_optimizer(Plain(model.parameters()))
         held = optimizer.param_groups
         optimizer.load_state_dict(optimizer.state_dict())
-        for own, parameter in zip(held[0]["params"], model.parameters(), strict=True):
-            assert own is parameter
+        for kept, parameter in zip(held[0]["params"], model.parameters(), strict=True):
+            assert kept is parameter
 
     run_ranks(2, body)

@@ -84,9 +84,9 @@ def check_against_hand(first: nn.Module, kind: str, group: Group) -> None:
     for index, master in enumerate(by_hand.masters):
         assert torch.equal(state[index]["master"], master)
         assert not torch.equal(master, master.bfloat16().float())  # it tells more
-        own = by_hand.optimizer.state[master]
-        assert state[index].keys() == {*own, "master"}
-        assert all(torch.equal(state[index][name], own[name]) for name in own)
+        entry = by_hand.optimizer.state[master]
+        assert state[index].keys() == {*entry, "master"}
+        assert all(torch.equal(state[index][name], entry[name]) for name in entry)
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm"])

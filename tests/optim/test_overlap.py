@@ -200,8 +200,8 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
                 flat = gradient_of[name].view(-1)
                 low, high = max(start, offset), min(stop, offset + len(flat))
                 if low < high:
-                    own = bucket.new_sum(low, high)
-                    torch.testing.assert_close(own, flat[low - offset : high - offset])
+                    local = bucket.new_sum(low, high)
+                    torch.testing.assert_close(local, flat[low - offset : high - offset])
         # What reads one gathers all of its bucket, and may change it.
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradient_of[name])

@@ -111,7 +111,7 @@ class Summing(ScheduleFree):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        total = sum(own["mean"].sum() for own in self.state.values())
+        total = sum(entry["mean"].sum() for entry in self.state.values())
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(torch.tanh(torch.as_tensor(total)))
@@ -386,7 +386,7 @@ def test_ranks_whose_generators_differ_draw_alike_and_keep_theirs() -> None:
         train(model, optimizer, world.rank)
         return model.fc2.bias.tolist(), torch.rand(1).item()
 
-    (first, own), (second, other) = lockstep.launch(body, 2)
+    (first, drawn), (second, other) = lockstep.launch(body, 2)
     assert first == second
     torch.manual_seed(1)
-    assert other == torch.rand(1).item() != own
+    assert other == torch.rand(1).item() != drawn

@@ -243,8 +243,8 @@ def test_what_is_repeated_is_not_in_the_state_nor_saved(tmp_path: Path) -> None:
         optimizer = lockstep.shard_optimizer(Momentum(model.parameters()))
         train(model, optimizer, rank)
         named = [*model.named_parameters()]
-        own = [name for name, p in named if any(key is p for key in optimizer.state)]
-        others = [p for name, p in named if name not in own]
+        local = [name for name, p in named if any(key is p for key in optimizer.state)]
+        others = [p for name, p in named if name not in local]
         with pytest.raises(ModelError, match=f"is on rank {1 - rank}"):
             optimizer.state[others[-1]]
         lockstep.save(tmp_path, process_group=group, optimizer=optimizer)
@@ -255,7 +255,7 @@ def test_what_is_repeated_is_not_in_the_state_nor_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(found, saved, rtol=0, atol=0)
         train(model, optimizer, rank)
         assert all(pair.is_followed for pair in pairs_of(optimizer))
-        return own
+        return local
 
     first, second = run_ranks(2, body)
     assert sorted(first + second) == sorted(name for name, _ in Digits().named_parameters())
@@ -295,12 +295,12 @@ class Elsewhere(Plain):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        own: dict[Any, Any] = {}
+        kept_in: dict[Any, Any] = {}
         if self.is_own:
-            own = vars(self).setdefault("own", SimpleNamespace(buffers={})).buffers
+            kept_in = vars(self).setdefault("kept_in", SimpleNamespace(buffers={})).buffers
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                kept = own.setdefault(parameter, {}) if self.is_own else vars(parameter)
+                kept = kept_in.setdefault(parameter, {}) if self.is_own else vars(parameter)
                 buffer = kept.setdefault("buffer", torch.zeros_like(parameter))
                 parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=1e-3)
 

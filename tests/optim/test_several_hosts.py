@@ -53,8 +53,8 @@ def test_a_checkpoint_of_several_hosts_is_loaded_on_one_rank(
     lockstep.load(tmp_path, model=model, optimizer=optimizer)
     loaded = optimizer.state_dict()["state"]
     for state in states:
-        for index, own in state["state"].items():
-            for name, value in own.items():
+        for index, entry in state["state"].items():
+            for name, value in entry.items():
                 assert torch.equal(value, loaded[index][name])
 
 
@@ -80,8 +80,8 @@ def test_parts_of_several_hosts_are_one_checkpoint(hosts: list[list[int]]) -> No
         for local, values in plans
         for item, value in zip(local.items, values, strict=True)
     }
-    for index, own in states[0]["state"].items():
-        for name, value in own.items():
+    for index, entry in states[0]["state"].items():
+        for name, value in entry.items():
             key = f"optimizer.state.{index}.{name}"
             for chunk in metadata.state_dict_metadata[key].chunks:
                 place = tuple(map(lambda o, s: slice(o, o + s), chunk.offsets, chunk.sizes))

@@ -48,10 +48,10 @@ def compare_bits(make: Any, kind: type[nn.Module], size: int) -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         plain, its = trained(group, first, make, sharded=False)
-        sharded, own = trained(group, first, make, sharded=True)
+        sharded, divided = trained(group, first, make, sharded=True)
         for (key, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             assert torch.equal(a, b), (key, (a - b).abs().max())
-        expected, state = its.state_dict(), own.state_dict()
+        expected, state = its.state_dict(), divided.state_dict()
         assert expected["param_groups"] == state["param_groups"]
         assert expected["state"].keys() == state["state"].keys()
         for index, values in expected["state"].items():
@@ -105,15 +105,15 @@ def test_each_rank_has_its_part_of_the_state_alone() -> None:
         model = lockstep.parallelize(Layers(), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
         train_steps(model, optimizer, rank)
-        values = [value for own in optimizer.state.values() for value in own.values()]
+        values = [value for entry in optimizer.state.values() for value in entry.values()]
         whole = optimizer.state_dict()["state"]
         return (
             sum(value.numel() for value in values),
-            sum(value.numel() for own in whole.values() for value in own.values()),
+            sum(value.numel() for entry in whole.values() for value in entry.values()),
         )
 
-    for own, whole in run_ranks(4, body):
-        assert 0.2 < own / whole < 0.35
+    for local, whole in run_ranks(4, body):
+        assert 0.2 < local / whole < 0.35
 
 
 def test_a_state_dict_goes_to_any_number_of_ranks_and_to_a_plain_optimizer() -> None:
@@ -140,11 +140,11 @@ def test_a_state_dict_goes_to_any_number_of_ranks_and_to_a_plain_optimizer() -> 
     train_steps(plain, optimizer, 0, first=3)
 
     def load(rank: int, group: dist.ProcessGroup) -> None:
-        own = lockstep.parallelize(copy.deepcopy(model), process_group=group)
-        optimizer = lockstep.shard_optimizer(adamw(own.parameters()))
+        local = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        optimizer = lockstep.shard_optimizer(adamw(local.parameters()))
         optimizer.load_state_dict(copy.deepcopy(state))
-        train_steps(own, optimizer, 0, first=3)
-        for a, b in zip(plain.parameters(), own.parameters(), strict=True):
+        train_steps(local, optimizer, 0, first=3)
+        for a, b in zip(plain.parameters(), local.parameters(), strict=True):
             assert torch.equal(a, b)
 
     run_ranks(2, load)
@@ -181,7 +181,7 @@ def test_a_deep_copy_takes_no_more_memory_than_what_it_copies(kind: Any, backend
         optimizer.load_state_dict(state)
         next(losses(model, rank, 1)).backward()
         values = [model.fc2.bias.data, model.fc2.bias.detach(), model.state_dict(), state]
-        values += [own for key, own in optimizer.state.items() if isinstance(key, torch.Tensor)]
+        values += [entry for key, entry in optimizer.state.items() if isinstance(key, torch.Tensor)]
         values += [state["state"][0], [*model.buffers()], copy.deepcopy(model).state_dict()]
         if backend != "gloo":  # where gradients are in the memory of a bucket
             values += [parameter.grad for parameter in model.parameters()]

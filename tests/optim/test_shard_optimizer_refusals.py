@@ -222,8 +222,8 @@ def sharpness_steps(model: nn.Module, optimizer: Any, x: torch.Tensor) -> list[t
 def test_what_refusals_of_closures_advise_trains_as_one_process(base: Any) -> None:
     model = nn.Linear(2, 2).double()
     x = torch.arange(10.0).view(5, 2).double().cos()
-    own = copy.deepcopy(model)
-    alone = sharpness_steps(own, Sharpness(own.parameters(), base), x)
+    copied = copy.deepcopy(model)
+    alone = sharpness_steps(copied, Sharpness(copied.parameters(), base), x)
 
     def body(world: lockstep.World) -> None:
         mine = lockstep.parallelize(copy.deepcopy(model))

@@ -169,10 +169,10 @@ def with_an_average_swapped_in(model: nn.Module, shard: Any, rank: int) -> list[
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-        own = copy.deepcopy(model.state_dict())
+        state = copy.deepcopy(model.state_dict())
         model.load_state_dict(average.module.state_dict())
         outputs.append(next(losses(model, rank, 1)).item())
-        model.load_state_dict(own)
+        model.load_state_dict(state)
     return outputs
 
 
@@ -237,13 +237,13 @@ def with_two_optimizers(model: nn.Module, shard: Any, rank: int) -> None:
 
 
 def with_parameters_of_its_own(model: nn.Module, shard: Any, rank: int) -> float:
-    own = nn.Parameter(torch.tensor(1.0 + rank))
-    optimizer = shard(adamw([*model.parameters(), own]))
+    local = nn.Parameter(torch.tensor(1.0 + rank))
+    optimizer = shard(adamw([*model.parameters(), local]))
     for loss in losses(model, rank, 3):
-        (loss + own * rank).backward()
+        (loss + local * rank).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return own.item()
+    return local.item()
 
 
 def in_channels_last(model: nn.Module, shard: Any, rank: int) -> None:

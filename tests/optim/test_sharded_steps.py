@@ -53,8 +53,8 @@ def test_hooks_that_were_there_before_see_the_programs_parameters() -> None:
             {*map(id, model.parameters())},
         )
 
-        def note(own: Optimizer, *_: Any) -> None:
-            seen.append({id(p) for group in own.param_groups for p in group["params"]} == ids)
+        def note(each: Optimizer, *_: Any) -> None:
+            seen.append({id(p) for group in each.param_groups for p in group["params"]} == ids)
 
         optimizer.register_step_pre_hook(note)
         optimizer.register_step_post_hook(note)
@@ -71,7 +71,7 @@ def test_hooks_that_were_there_before_see_the_programs_parameters() -> None:
 def test_a_hook_may_give_another_closure() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> list[Any]:
         optimizer = shard(adamw(model.parameters()))
-        optimizer.register_step_pre_hook(lambda own, *_: ((own, lambda: "another"), {}))
+        optimizer.register_step_pre_hook(lambda each, *_: ((each, lambda: "another"), {}))
         found = []
         for loss in losses(model, rank, 3):
             loss.backward()

@@ -46,9 +46,9 @@ def test_state_is_by_parameter_on_its_owner_and_raises_elsewhere() -> None:
         found = []
         for index, (name, parameter) in enumerate(model.named_parameters()):
             if any(key is parameter for key in optimizer.state):
-                own = optimizer.state[parameter]
-                torch.testing.assert_close(own, whole[index], rtol=0, atol=0)
-                assert optimizer.state.get(parameter) is own
+                entry = optimizer.state[parameter]
+                torch.testing.assert_close(entry, whole[index], rtol=0, atol=0)
+                assert optimizer.state.get(parameter) is entry
                 found.append(name)
                 continue
             told = f"state of {name!r} .* is on rank {1 - rank}"

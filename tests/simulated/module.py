@@ -48,7 +48,7 @@ def random() -> dict[str, Any]:
     """Its generators of random numbers."""
     generators = tuple(map(device.default_generator, range(NUM_DEVICES)))
 
-    def own(given: Any = None) -> torch.Generator:
+    def generator_of(given: Any = None) -> torch.Generator:
         return generators[index_of(given)]
 
     def seed_all(seed: int) -> None:
@@ -61,11 +61,11 @@ def random() -> dict[str, Any]:
 
     return {
         "default_generators": generators,
-        "manual_seed": lambda seed: own().manual_seed(seed) and None,
+        "manual_seed": lambda seed: generator_of().manual_seed(seed) and None,
         "manual_seed_all": seed_all,
-        "initial_seed": lambda: own().initial_seed(),
-        "get_rng_state": lambda given=None: own(given).get_state(),
-        "set_rng_state": lambda state, given=None: own(given).set_state(state) and None,
+        "initial_seed": lambda: generator_of().initial_seed(),
+        "get_rng_state": lambda given=None: generator_of(given).get_state(),
+        "set_rng_state": lambda state, given=None: generator_of(given).set_state(state) and None,
         "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
         "set_rng_state_all": set_all,
     }

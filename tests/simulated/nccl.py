@@ -52,8 +52,8 @@ class NCCL(metaclass=_OfBackends):
 
 
 def check_one_device_each(store: dist.Store, rank: int, size: int) -> None:
-    own = f"{socket.gethostname()}/{device.get_device()}"
-    store.set(f"device/{rank}", own)
+    local = f"{socket.gethostname()}/{device.get_device()}"
+    store.set(f"device/{rank}", local)
     every = [store.get(f"device/{other}").decode() for other in range(size)]
     if len(set(every)) < size:
         raise RuntimeError(f"NCCL error: Duplicate GPU detected : {', '.join(every)}")

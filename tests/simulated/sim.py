@@ -23,12 +23,12 @@ from tests.simulated.control import BACKEND, KIND, device, index_of, set_delay
 def install() -> None:
     """Let the torch that has just been imported know of the devices."""
     torch.utils.rename_privateuse1_backend(KIND)
-    own: Any = types.ModuleType(f"torch.{KIND}")
-    vars(own).update(module.names())
-    own.device = lambda given: torch.accelerator.device_index(index_of(given))
-    own._is_in_bad_fork = device.is_forked
-    own.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    torch._register_device_module(KIND, own)
+    faces: Any = types.ModuleType(f"torch.{KIND}")
+    vars(faces).update(module.names())
+    faces.device = lambda given: torch.accelerator.device_index(index_of(given))
+    faces._is_in_bad_fork = device.is_forked
+    faces.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    torch._register_device_module(KIND, faces)
     torch.utils.generate_methods_for_privateuse1_backend()
     device.add_classes()
     dist.Backend.register_backend(BACKEND, _connect, devices=[KIND])

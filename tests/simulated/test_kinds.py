@@ -93,8 +93,8 @@ def train(world: lockstep.World, wrap: Callable) -> list[torch.Tensor]:
 
 
 def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for own, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
+    for parameter, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -76,11 +76,11 @@ def of_each(models: list[nn.Sequential], x: torch.Tensor, rank: int) -> torch.Te
 def train(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor]:
     """Parameters after some steps of two models, each in a group of its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    own = [
+    local = [
         lockstep.parallelize(model.to(world.device), process_group=group, bucket_cap_mb=0.0006)
         for model, group in zip(models(), groups, strict=True)
     ]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in own]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in local]
     if kind != "plain":
         for optimizer in optimizers:
             lockstep.shard_optimizer(optimizer, overlap=kind == "overlapped")
@@ -88,11 +88,11 @@ def train(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor
     for _ in range(NUM_STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss(own, x, world.rank).backward()
+        loss(local, x, world.rank).backward()
         for optimizer in optimizers:
             optimizer.step()
         torch.accelerator.synchronize()  # which raises what ranks are told
-    return [parameter.detach().cpu() for model in own for parameter in model.parameters()]
+    return [parameter.detach().cpu() for model in local for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded", "overlapped"])

@@ -92,8 +92,8 @@ def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, d
     expected = two_branches()
     expected(batch(world_size)).square().sum(1).mean().backward()
     for mine in lockstep.launch(gradients, world_size, (wrap, delay)):
-        for own, parameter in zip(mine, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=1e-10, atol=1e-10)
+        for gradient, parameter in zip(mine, expected.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)
 
 
 class TwoDevices(nn.Module):
@@ -139,5 +139,5 @@ def test_gradients_of_two_devices_with_two_streams_each(delay: str) -> None:
     expected = TwoDevices()
     expected(batch(2)).square().sum(1).mean().backward()
     for mine in lockstep.launch(gradients_on_two_devices, 2, (delay,)):
-        for own, parameter in zip(mine, expected.parameters(), strict=True):
-            torch.testing.assert_close(own, parameter.grad, rtol=1e-10, atol=1e-10)
+        for gradient, parameter in zip(mine, expected.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)

@@ -46,8 +46,8 @@ def train(
 def test_a_device_without_float64_sums_on_the_cpu(differentiates: bool) -> None:
     mine = lockstep.launch(train, 2, (True, differentiates))
     others = lockstep.launch(train, 2, (False, differentiates))
-    for (own, norm), (expected, other) in zip(mine, others, strict=True):
-        torch.testing.assert_close(own, expected)
+    for (tensors, norm), (expected, other) in zip(mine, others, strict=True):
+        torch.testing.assert_close(tensors, expected)
         assert norm == pytest.approx(other, rel=1e-5)
 
 

@@ -117,9 +117,9 @@ def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert detect(SLURM | {"SLURM_STEP_NODELIST": nodes}).master[0] == first
 
 
-@pytest.mark.parametrize(("gpus", "own"), [("1", True), ("a100:1", True), ("2", False)])
-def test_slurm_tells_of_a_gpu_for_each_task(gpus: str, own: bool) -> None:
-    assert detect(SLURM | {"SLURM_GPUS_PER_TASK": gpus}).one_device_per_task is own
+@pytest.mark.parametrize(("gpus", "is_alone"), [("1", True), ("a100:1", True), ("2", False)])
+def test_slurm_tells_of_a_gpu_for_each_task(gpus: str, is_alone: bool) -> None:
+    assert detect(SLURM | {"SLURM_GPUS_PER_TASK": gpus}).one_device_per_task is is_alone
 
 
 def test_the_batch_script_of_a_slurm_job_is_no_rank() -> None:

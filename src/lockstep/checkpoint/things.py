@@ -157,8 +157,8 @@ def prepare(
             f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
         )
     if isinstance(thing, OfRank):
-        own = thing.read(name, manifest)
-        return lambda: own
+        of_rank = thing.read(name, manifest)
+        return lambda: of_rank
     kind, thing = kind_of(thing), unwrapped(thing)
     saved_kind, tree = things[name]["kind"], things[name]["tree"]
     if kind not in ("value", saved_kind):

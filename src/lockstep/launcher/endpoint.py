@@ -35,7 +35,7 @@ from lockstep.world import (
 
 _BACKLOG = 1024  # every rank may connect before the store accepts the first
 _CONNECT_SECONDS = 5.0  # no signal is handled while the store connects
-_OWN_SECONDS = 2.0  # the same, of the host that keeps it
+_KEEPER_SECONDS = 2.0  # the same, of the host that keeps it
 _RETRY_SECONDS = 0.2
 _STORE_TIMEOUT = timedelta(seconds=60)
 # Launchers of one host that are to meet on loopback are started together, by a script.
@@ -111,7 +111,7 @@ def _listener(meeting: Meeting) -> socket.socket:
         if meeting.host is None or errors[0].errno != errno.EADDRNOTAVAIL:
             raise errors[0]
         with contextlib.suppress(OSError):
-            there = reached(meeting.address, meeting.port, _OWN_SECONDS)
+            there = reached(meeting.address, meeting.port, _KEEPER_SECONDS)
             raise LaunchError(
                 f"There is a host 0 at {meeting.endpoint} already: somebody answers at {there}, "
                 "which is no address of this host. Give each host another --node-rank."
@@ -151,7 +151,7 @@ def _open_store(listener: socket.socket) -> Endpoint:
     hosts = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
     try:
         # The store's own attempts handle no signal, and warn of each that fails.
-        address = first_reached(hosts, port, _OWN_SECONDS)
+        address = first_reached(hosts, port, _KEEPER_SECONDS)
     except OSError as error:
         listener.close()
         raise ConnectionError(

@@ -55,7 +55,7 @@ class Silent(Enum):
     STOPPED = "it was stopped, as by SIGSTOP, Ctrl-Z or a debugger, while others waited for it"
 
 
-class Told(NamedTuple):
+class ErrorText(NamedTuple):
     """An exception in words."""
 
     full: str  # the traceback as Python would print it, without the launcher's frames
@@ -72,7 +72,7 @@ class Failure:
     rank: int
     at_seconds: float  # by time.monotonic(), which all processes of a host share
     exit_code: int  # as a shell gives it
-    told: Told | None = None  # the exception that ended the program
+    told: ErrorText | None = None  # the exception that ended the program
     signal: int | None = None  # the number of the signal that ended the rank
     refusal: str | None = None  # the whole message, if the program couldn't be started
     silent: Silent | None = None
@@ -306,7 +306,7 @@ def exit_code_of(error: SystemExit, *, of_function: bool) -> int:
     return (error.code or 0) & 0xFF or int(of_function)
 
 
-def _tell(error: BaseException, hint: str) -> Told:
+def _tell(error: BaseException, hint: str) -> ErrorText:
     """``error`` in words; ``hint`` says where the folded frames can be seen."""
     error.__traceback__ = program_frames(error.__traceback__)
     told = TracebackException.from_exception(error)
@@ -314,7 +314,7 @@ def _tell(error: BaseException, hint: str) -> Told:
     said = next(told.format_exception_only()).splitlines()[0]
     if any(map(_is_users, told.stack)):
         _fold(told, hint)
-    return Told(full, "".join(told.format()), said)
+    return ErrorText(full, "".join(told.format()), said)
 
 
 def program_frames(trace: TracebackType | None) -> TracebackType | None:

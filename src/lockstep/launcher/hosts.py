@@ -47,7 +47,7 @@ _POLL_SECONDS = 0.05
 # in it, besides logs. Alone: the ranks' store. To meet: the agreement's pipe (2), the connection to
 # the store, and two to find it. To keep the store: what torch has for it, the other launchers'
 # connections (each twice), and those of all ranks.
-_NUM_OWN, _NUM_ALONE, _NUM_TO_MEET, _NUM_TO_KEEP = 5, 1, 5, 10
+_NUM_ALWAYS, _NUM_ALONE, _NUM_TO_MEET, _NUM_TO_KEEP = 5, 1, 5, 10
 
 
 class Host:
@@ -78,7 +78,7 @@ class Host:
         self._has_come = False  # whether other hosts know of this one
         self._store_file: int | None = None  # of the ranks of one host
         logs = job.num_ranks if job.log_dir is not None else 0
-        self._num_descriptors = _NUM_OWN + logs  # that are to be opened after this
+        self._num_descriptors = _NUM_ALWAYS + logs  # that are to be opened after this
         if job.meeting is None:
             first = self._alone(job.num_ranks)
         else:

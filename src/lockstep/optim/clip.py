@@ -59,8 +59,8 @@ def clip_grad_norm_(
     buckets = [*dict.fromkeys(found[0] for p in every if (found := bucket_of(p)) is not None)]
     power = float(norm_type)
     groups = dict.fromkeys(bucket.group for bucket in buckets)
-    for ranks in groups:
-        finish_failed(ranks)
+    for group in groups:
+        finish_failed(group)
     # In join(), ranks without data don't call this function, so nothing can be divided.
     if not buckets or not power > 0 or any(map(join_state_of, groups)):
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -19,10 +19,10 @@ from lockstep.comm import any_rank, can_overlap, have_same
 from lockstep.errors import ModelMismatch
 from lockstep.grad import MIB, assign_buckets
 from lockstep.nn import defer_gradients, finish_failed
+from lockstep.optim.blocks import in_order
 from lockstep.optim.divided import DividedState, State, without
 from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_others
 from lockstep.optim.known import ELEMENTWISE, KNOWN, updating_class
-from lockstep.optim.layout import in_order
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.repeats import Repeats
 from lockstep.optim.shard import MASTER, Shard, make_shards
@@ -66,26 +66,28 @@ class Division:
         parameters = [*number]
         together: dict[Any, list[nn.Parameter]] = defaultdict(list)
         local = with_memory_of_others(parameters)
-        for parameter, ranks in zip(parameters, options.groups_of(parameters), strict=True):
-            if ranks is None or parameter in local:
+        for parameter, process_group in zip(parameters, options.groups_of(parameters), strict=True):
+            if process_group is None or parameter in local:
                 local.add(parameter)
             else:
-                together[ranks, parameter.dtype, parameter.device].append(parameter)
+                together[process_group, parameter.dtype, parameter.device].append(parameter)
         keeps_whole = type(optimizer) not in ELEMENTWISE
         make = whole_parameters if keeps_whole else make_shards
         self.flats: list[FlatParameters] = []
         self.shards: list[Shard] = []
-        for (ranks, *_), alike in together.items():
-            finish_failed(ranks)
-            self._check_same(ranks, alike, [number[parameter] for parameter in alike])
-            shared = any_rank(ranks, [*map(shares_memory, alike)])
+        for (process_group, *_), alike in together.items():
+            finish_failed(process_group)
+            self._check_same(process_group, alike, [number[parameter] for parameter in alike])
+            shared = any_rank(process_group, [*map(shares_memory, alike)])
             local.update(self._left_whole(alike, shared))
             alike = [p for p in alike if p not in local]
             if not alike:
                 continue
-            overlaps = options.overlaps and can_overlap(ranks)
+            overlaps = options.overlaps and can_overlap(process_group)
             for part in _by_bucket(alike) if overlaps and not keeps_whole else [alike]:
-                flat = FlatParameters(ranks, part, keeps_whole=keeps_whole, overlaps=overlaps)
+                flat = FlatParameters(
+                    process_group, part, keeps_whole=keeps_whole, overlaps=overlaps
+                )
                 self.flats.append(flat)
                 self.shards += make(flat, [number[p] for p in part], options.master_dtype)
         for flat in self.flats:
@@ -114,13 +116,16 @@ class Division:
         return shared
 
     def _check_same(
-        self, ranks: dist.ProcessGroup, parameters: Sequence[nn.Parameter], numbers: Sequence[int]
+        self,
+        process_group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+        numbers: Sequence[int],
     ) -> None:
         kind = type(self._optimizer).__name__
         shapes = [list(parameter.shape) for parameter in parameters]
         dtypes = [str(parameters[0].dtype), str(self._master_dtype)]
         description = json.dumps([kind, dtypes, shapes, list(numbers)])
-        if not have_same(ranks, description.encode(), parameters[0].device):
+        if not have_same(process_group, description.encode(), parameters[0].device):
             raise ModelMismatch(
                 f"The ranks' {kind}s differ in their class, or in the order, shapes or groups of "
                 "their parameters. Make the same optimizer on every rank before it is sharded."

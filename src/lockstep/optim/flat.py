@@ -30,7 +30,7 @@ from lockstep.grad import (
     view_like,
 )
 from lockstep.optim.arriving import Arrival
-from lockstep.optim.layout import Layout, Piece, cut_evenly, keep_whole, owners_of, pieces_of
+from lockstep.optim.blocks import Blocks, Piece, cut_evenly, keep_whole, owners_of, pieces_of
 from lockstep.torch_private import storage_use_count
 
 _NOTE_BYTES = 8
@@ -47,13 +47,14 @@ class Progress(Enum):
 class FlatParameters:
     """Parameters of one dtype and device, moved to one memory.
 
-    Every rank of ``ranks`` creates it with the same parameters. A block is updated by its owner
-    alone. The ranks of a host share one copy of the memory, if the system allows that; otherwise
-    each rank has a copy, and ranks send each other their updated blocks. Several hosts with the
-    same number of ranks each divide all blocks among their own ranks, and send each other nothing.
+    Every rank of ``process_group`` creates it with the same parameters. A block is updated by its
+    owner alone. The ranks of a host share one copy of the memory, if the system allows that;
+    otherwise each rank has a copy, and ranks send each other their updated blocks. Several hosts
+    with the same number of ranks each divide all blocks among the ranks of each host, and send each
+    other nothing.
 
     Attributes:
-        ranks: All ranks.
+        process_group: All ranks.
         group: The ranks among which the memory is divided: all, or those of this host.
         is_first: Whether the first of all ranks is in ``group``.
         parameters: The parameters, which are views of the memory from now on.
@@ -64,25 +65,25 @@ class FlatParameters:
 
     def __init__(
         self,
-        ranks: dist.ProcessGroup,
+        process_group: dist.ProcessGroup,
         parameters: Sequence[nn.Parameter],
         *,
         keeps_whole: bool,
         overlaps: bool = False,
     ) -> None:
-        self.ranks, self.parameters = ranks, list(parameters)
-        group, self.is_first = ranks_with_one_copy(ranks, parameters[0].device)
+        self.process_group, self.parameters = process_group, list(parameters)
+        group, self.is_first = ranks_with_one_copy(process_group, parameters[0].device)
         self.group = group
         self.keeps_whole, self._overlaps = keeps_whole, False
         self.bucket_kind: type[UnsummedBucket]
         self.bucket_kind = ScatteredBucket if overlaps and not keeps_whole else DeferredBucket
         numels = [parameter.numel() for parameter in parameters]
-        self._layout: Layout = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
-        self.pieces = pieces_of(self._layout, numels, group.rank())
+        self._blocks: Blocks = (keep_whole if keeps_whole else cut_evenly)(numels, group.size())
+        self.pieces = pieces_of(self._blocks, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
         dtype, device = parameters[0].dtype, parameters[0].device
         self._copy, self._num_updates = None, 0
-        num_bytes = group.size() * self._layout.block * dtype.itemsize
+        num_bytes = group.size() * self._blocks.size * dtype.itemsize
         notes = group.size() * _NOTE_BYTES
         if device.type == "cpu" and (found := one_copy(group, num_bytes + notes)) is not None:
             self._copy = found
@@ -117,32 +118,32 @@ class FlatParameters:
     @property
     def whole_owners(self) -> list[int]:
         """For each parameter the rank of ``group`` that updates it, if it is kept whole."""
-        return owners_of(self._layout)
+        return owners_of(self._blocks)
 
     def in_order(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the memory."""
-        order = sorted(range(len(self.parameters)), key=self._layout.offsets.__getitem__)
+        order = sorted(range(len(self.parameters)), key=self._blocks.offsets.__getitem__)
         return [self.parameters[index] for index in order]
 
     def new_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros of the size and on the device of the memory."""
-        first, numel = self.parameters[0], self.group.size() * self._layout.block
+        first, numel = self.parameters[0], self.group.size() * self._blocks.size
         return zero_buffer(self.group, numel, dtype, first.device)
 
     def memory_for_means(self, numel: int) -> torch.Tensor:
         """Return memory for the gradients of a shard, of ``numel`` elements; the same for all."""
         if self._means is None:  # pages that no shard reaches take no memory
-            self._means = self._memory.new_empty(self._layout.block)
+            self._means = self._memory.new_empty(self._blocks.size)
         return self._means[:numel]
 
     def views_of(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return for each parameter its part of ``memory``, in its shape, with its strides."""
-        offsets = self._layout.offsets
+        offsets = self._blocks.offsets
         return [view_like(memory, *pair) for pair in zip(offsets, self.parameters, strict=True)]
 
     def offset_of(self, piece: Piece) -> int:
         """Return the index of the first element of ``piece`` in the memory."""
-        return self._layout.offsets[piece.parameter] + piece.start
+        return self._blocks.offsets[piece.parameter] + piece.start
 
     def part(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the elements of ``memory`` from the first of ``pieces`` to the last."""
@@ -154,7 +155,7 @@ class FlatParameters:
         """Return the values that this rank updates; a whole parameter has its own shape."""
         if self.keeps_whole:
             index = pieces[0].parameter
-            return view_like(self._updated, self._layout.offsets[index], self.parameters[index])
+            return view_like(self._updated, self._blocks.offsets[index], self.parameters[index])
         return self.part(self._updated, pieces)
 
     def deferred_bucket(self) -> UnsummedBucket | None:
@@ -176,7 +177,7 @@ class FlatParameters:
                 bucket.sum_unsummed()
 
     def _is_layout_of(self, bucket: UnsummedBucket) -> bool:
-        return bucket.has_layout(self._order, sorted(self._layout.offsets))
+        return bucket.has_layout(self._order, sorted(self._blocks.offsets))
 
     def has_moved(self) -> bool:
         """Whether the program has replaced the data of a parameter (``p.data = ...``).
@@ -214,7 +215,7 @@ class FlatParameters:
             )
             if parameter.data_ptr() != pointer
         )
-        return not any_rank(self.ranks, [is_held])[0]
+        return not any_rank(self.process_group, [is_held])[0]
 
     def begin_update(self) -> None:
         """Prepare for an update of this rank's block, from the values that this rank sees there.
@@ -227,7 +228,7 @@ class FlatParameters:
         self._copy.is_updated = True
         self._notes[self.group.rank()] = 2 * self._num_updates + 1
         self._changed = self._copy.changed()
-        size = self._layout.block * self._memory.element_size()
+        size = self._blocks.size * self._memory.element_size()
         first, last = self.group.rank() * size, (self.group.rank() + 1) * size
         for start, stop in self._changed:
             both = slice(max(start, first), min(stop, last))

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of, device_of_facts, global_rank, sum_at
 from lockstep.grad import name_of
+from lockstep.optim.blocks import Piece
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
 from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
-from lockstep.optim.layout import Piece
 from lockstep.optim.shard import LocalGroup, Shard
 from lockstep.optim.state import decoded, encoded, put_state
 from lockstep.optim.uneven import gather_json
@@ -211,10 +211,12 @@ class Repeats:
         together: dict[dist.ProcessGroup, list[FlatParameters]] = defaultdict(list)
         for flat in flats:
             together[flat.group].append(flat)
-        for ranks, of_ranks in together.items():
+        for process_group, of_ranks in together.items():
             machine = _machine(of_ranks[0].parameters[0].device)
-            found = gather_json(ranks, [machine, [_choose(flat, groups) for flat in of_ranks]])
-            pairs = self._pairs[ranks] = []
+            found = gather_json(
+                process_group, [machine, [_choose(flat, groups) for flat in of_ranks]]
+            )
+            pairs = self._pairs[process_group] = []
             if any(each != machine for each, _ in found):
                 continue  # updates may differ in their last bits
             chosen = found[0][1]  # rank 0's, as programs may train other parameters on each rank
@@ -235,10 +237,10 @@ class Repeats:
             for pair in self._each():
                 pair.lose()
             return
-        for ranks, pairs in self._pairs.items():
+        for process_group, pairs in self._pairs.items():
             due = [(index, pair) for index, pair in enumerate(pairs) if pair.is_due()]
             if due:
-                self._pass_on(ranks, due, state)
+                self._pass_on(process_group, due, state)
         followed = [pair for pair in self._each() if pair.is_followed]
         self._updating = followed, state
         for pair in followed:
@@ -277,13 +279,13 @@ class Repeats:
         Every rank must call it after :meth:`end`, and gets the same; it blocks.
         """
         told = ""
-        for ranks, pairs in self._pairs.items():
+        for process_group, pairs in self._pairs.items():
             followed = [pair for pair in pairs if pair.is_followed]
             if not followed:
                 continue
             total = _stacked(chain.from_iterable(pair.digests() for pair in followed))
-            total = total.to(device_of_facts(ranks))
-            sum_at(ranks, "end of an optimizer's step", total)
+            total = total.to(device_of_facts(process_group))
+            sum_at(process_group, "end of an optimizer's step", total)
             differing, totals = [], total.view(-1, 3).tolist()
             for pair, (num_unsure, start, end) in zip(followed, totals, strict=True):
                 if num_unsure or start:
@@ -292,14 +294,17 @@ class Repeats:
                     differing.append(pair)
                     pair.retire()  # it is told, or differs in bits that don't count
             if differing:
-                told = told or self._told(ranks, differing)
+                told = told or self._told(process_group, differing)
         return told
 
     def _each(self) -> Iterator[_Pair]:
         return chain.from_iterable(self._pairs.values())
 
     def _pass_on(
-        self, ranks: dist.ProcessGroup, due: Sequence[tuple[int, _Pair]], state: DividedState
+        self,
+        process_group: dist.ProcessGroup,
+        due: Sequence[tuple[int, _Pair]],
+        state: DividedState,
     ) -> None:
         """Let those who repeat updates go on from the state of the owners."""
         local = {
@@ -308,24 +313,24 @@ class Repeats:
             if pair.shard is not None and pair.repeated is None
         }
         found: dict[str, Any] = {}
-        for each in gather_json(ranks, local):
+        for each in gather_json(process_group, local):
             found |= each
         for index, pair in due:
             pair.follow(found[str(index)])
 
-    def _told(self, ranks: dist.ProcessGroup, pairs: Sequence[_Pair]) -> str:
+    def _told(self, process_group: dist.ProcessGroup, pairs: Sequence[_Pair]) -> str:
         """Compare the updates themselves, whose digests differ. Every rank must call it."""
         local = [encoded({"updated": pair.updated} if pair.shard else {}) for pair in pairs]
-        told = gather_json(ranks, [numbers_of(self._optimizer), local])
+        told = gather_json(process_group, [numbers_of(self._optimizer), local])
         numbers, updates = zip(*told, strict=True)
         for pair, *each in zip(pairs, *updates, strict=True):
-            found = {rank: decoded(one).get("updated") for rank, one in enumerate(each)}
+            found = {rank: decoded(its).get("updated") for rank, its in enumerate(each)}
             first, *others = (rank for rank, updated in found.items() if updated is not None)
             for other in others:
                 if not have_same_bits(found[first], found[other]):
                     names = differing_names(numbers[first], numbers[other])
-                    of = f"ranks {global_rank(ranks, first)} and {global_rank(ranks, other)}"
-                    return f"{name_of(pair.parameter)} on {of}" + (
+                    one, two = (global_rank(process_group, rank) for rank in (first, other))
+                    return f"{name_of(pair.parameter)} on ranks {one} and {two}" + (
                         f", between which {', '.join(names)} differ" if names else ""
                     )
         return ""

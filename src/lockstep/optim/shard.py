@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.grad import ScatteredBucket, UnsummedBucket, unsummed_bucket_of
+from lockstep.optim.blocks import Piece
 from lockstep.optim.flat import FlatParameters, elements_of
-from lockstep.optim.layout import Piece
 
 # The largest number of elements of a shard. With gradient and state they stay in a core's caches
 # from one operation of the optimizer to the next. In smaller ones, its Python costs more than that

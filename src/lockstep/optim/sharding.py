@@ -119,8 +119,8 @@ class Sharding:
         """Divide the parameters that the optimizer has now, and their ``state``."""
         self._division = Division(self._optimizer, self._options)
         for flat in self._division.flats:
-            if flat.ranks not in self._numbers:
-                self._numbers[flat.ranks] = add_update(flat.ranks, self.follow)
+            if flat.process_group not in self._numbers:
+                self._numbers[flat.process_group] = add_update(flat.process_group, self.follow)
         self._division.set_state(state)
 
     def _refresh(self) -> None:
@@ -142,13 +142,13 @@ class Sharding:
 
     def _announce_step(self) -> None:
         self._is_announced = True
-        for ranks, number in self._numbers.items():
-            finish_failed(ranks)
-            self._announce(ranks, number)
+        for process_group, number in self._numbers.items():
+            finish_failed(process_group)
+            self._announce(process_group, number)
 
     def _announce_class_closure(self, kind: str) -> None:
         """Announce a step of a derived class that has called the closure itself."""
-        if any(join_state_of(ranks) is not None for ranks in self._numbers):
+        if any(join_state_of(process_group) is not None for process_group in self._numbers):
             raise ModelError(
                 f"A step of {kind} calls its closure itself, in join(), where ranks without data "
                 "can't follow it. Let it pass the closure to super().step(), or let all ranks have "
@@ -160,9 +160,9 @@ class Sharding:
         """Call a method that uses the optimizer's state. Every rank must call it; it blocks."""
         if self._depth:
             return method(*args, **options)
-        for ranks in self._numbers:
-            finish_failed(ranks)
-            if join_state_of(ranks) is not None:
+        for process_group in self._numbers:
+            finish_failed(process_group)
+            if join_state_of(process_group) is not None:
                 raise ModelError(
                     f"{method.__name__}() of a sharded {type(self._optimizer).__name__} is called "
                     "in join(), where ranks without data don't call it. Call it outside of join()."
@@ -342,9 +342,9 @@ class Sharding:
             for shard in self._division.shards:
                 shard.release()
 
-    def _announce(self, ranks: dist.ProcessGroup, number: int) -> None:
+    def _announce(self, process_group: dist.ProcessGroup, number: int) -> None:
         """In join(), let ranks without data take the step too."""
-        state = join_state_of(ranks)
+        state = join_state_of(process_group)
         if state is None or (self._is_joinable and not state.follows_updates):
             return
         if not state.follows_updates:
@@ -354,19 +354,19 @@ class Sharding:
                 "a lockstep.ZeroRedundancyOptimizer to the context, behind the model."
             )
         active = state.call(Announced.UPDATE, number).active
-        take_options(self._optimizer, ranks, active[0])
-        if len(active) < ranks.size():
-            take_gradients(self._parameters_of(ranks), ranks, active[0])
+        take_options(self._optimizer, process_group, active[0])
+        if len(active) < process_group.size():
+            take_gradients(self._parameters_of(process_group), process_group, active[0])
 
-    def follow(self, ranks: dist.ProcessGroup, first: int) -> None:
+    def follow(self, process_group: dist.ProcessGroup, first: int) -> None:
         """Take a step along with ranks that still have data: with options and gradients of one."""
-        take_options(self._optimizer, ranks, first)
-        take_gradients(self._parameters_of(ranks), ranks, first)
+        take_options(self._optimizer, process_group, first)
+        take_gradients(self._parameters_of(process_group), process_group, first)
         self._is_announced = True
         self._take_step()
 
-    def _parameters_of(self, ranks: dist.ProcessGroup) -> list[nn.Parameter]:
-        flats = (flat for flat in self._division.flats if flat.ranks is ranks)
+    def _parameters_of(self, process_group: dist.ProcessGroup) -> list[nn.Parameter]:
+        flats = (flat for flat in self._division.flats if flat.process_group is process_group)
         return [parameter for flat in flats for parameter in flat.parameters]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -392,7 +392,7 @@ class Sharding:
         with self._tells("state_dict"):
             self._prepare()
             whole = self._division.whole_state()
-        if rank0_only and any(ranks.rank() for ranks in self._numbers):
+        if rank0_only and any(process_group.rank() for process_group in self._numbers):
             whole = {}
         return self._as_state_dict(whole)
 
@@ -447,8 +447,8 @@ class Sharding:
 
     def _prepare(self) -> None:
         """Finish a failed backward, and divide changed parameters anew. Every rank must call it."""
-        for ranks in self._numbers:
-            finish_failed(ranks)
+        for process_group in self._numbers:
+            finish_failed(process_group)
         self._refresh()
 
     def _as_state_dict(self, state: dict[Any, State]) -> dict[str, Any]:
@@ -467,8 +467,8 @@ class Sharding:
         state: Any = self._optimizer.state
         self._division.set_state({parameters.get(key, key): value for key, value in state.items()})
         # A state dict in parts may have none of this rank's parameters, and yet some of others'.
-        for ranks in self._numbers:
-            if any(gather_json(ranks, len(state))):
+        for process_group in self._numbers:
+            if any(gather_json(process_group, len(state))):
                 self._division.state.set_marked(True)
 
 

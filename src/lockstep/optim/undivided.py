@@ -61,11 +61,11 @@ class _DrawsAlike:
 
     def __enter__(self) -> _DrawsAlike:
         states = self._generators.read()
-        self._is_alone = any(join_state_of(ranks) is not None for ranks in self._groups)
+        self._is_alone = any(join_state_of(group) is not None for group in self._groups)
         self._local = states if self._is_alone else {}
-        for ranks in () if self._is_alone else self._groups:
-            finish_failed(ranks)
-            for name, state in gather_json(ranks, states if ranks.rank() == 0 else {})[0].items():
+        for group in () if self._is_alone else self._groups:
+            finish_failed(group)
+            for name, state in gather_json(group, states if group.rank() == 0 else {})[0].items():
                 if name in states and states[name] != state:
                     self._local[name] = states[name]
                     self._generators.write({name: state})

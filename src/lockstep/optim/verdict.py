@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
 from lockstep.errors import ModelError
+from lockstep.optim.blocks import in_order, keep_whole, owners_of
 from lockstep.optim.known import KNOWN, known_base
-from lockstep.optim.layout import in_order, keep_whole, owners_of
 from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome, Verdict, probe
 from lockstep.optim.uneven import gather_json
@@ -71,11 +71,11 @@ def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict
         )
         return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
     verdict = None
-    if any(ranks.rank() == 0 for ranks in groups):
+    if any(group.rank() == 0 for group in groups):
         groups_by_rank = {has for each in groups for has in _groups_by_rank(optimizer, each.size())}
         in_parts = known_base(type(optimizer)) is None
         verdict = probe(optimizer, groups_by_rank, in_parts=in_parts)
-    found = [Verdict(*gather_json(ranks, verdict)[0]) for ranks in groups]
+    found = [Verdict(*gather_json(group, verdict)[0]) for group in groups]
     found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
     return max(found, key=lambda each: [*Outcome].index(each.outcome))
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.grad import gradient_of, set_gradient, unsummed_bucket_of, view_like
+from lockstep.optim.blocks import Piece
 from lockstep.optim.flat import FlatParameters
-from lockstep.optim.layout import Piece
 from lockstep.optim.shard import Shard
 
 

@@ -269,10 +269,10 @@ class TestBuffers:
             model(batch(6)).square().sum().backward()
         for replica, part in zip(expected, batch(6).chunk(2), strict=True):
             replica(part).square().sum().backward()
-        for own, *theirs in zip(
+        for mine, *theirs in zip(
             module.parameters(), *(e.parameters() for e in expected), strict=True
         ):
-            assert_same([own.grad], [theirs[0].grad + theirs[1].grad])
+            assert_same([mine.grad], [theirs[0].grad + theirs[1].grad])
         assert torch.equal(module[2].scale, scale)
         assert module[2].scale._version == 0
 
@@ -284,8 +284,8 @@ class TestBuffers:
         expected = torch.zeros(4, dtype=torch.float64)
         for rows in (6, 8, 4):
             model(batch(rows))
-            own = batch(rows) if buffers == "mean" else batch(rows).chunk(2)[0]
-            expected = expected / 2 + own.mean(0)
+            rows_seen = batch(rows) if buffers == "mean" else batch(rows).chunk(2)[0]
+            expected = expected / 2 + rows_seen.mean(0)
             assert_same([module.average], [expected])
 
     def test_two_forwards_before_their_backwards(self) -> None:

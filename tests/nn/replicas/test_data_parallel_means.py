@@ -186,9 +186,9 @@ def test_replicas_in_ranks() -> None:
         replicated = DataParallel(parallel, ["cpu", "cpu"])
         for _ in range(3):
             module.zero_grad()
-            for number, own in enumerate(rows[rank]):
+            for number, indices in enumerate(rows[rank]):
                 with contextlib.nullcontext() if number else lockstep.accumulate(parallel):
-                    replicated(x[list(own)], y[list(own)]).backward()
+                    replicated(x[list(indices)], y[list(indices)]).backward()
             assert_same_gradients(module, expected)
 
     run_ranks(2, body)

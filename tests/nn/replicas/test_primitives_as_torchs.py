@@ -90,12 +90,12 @@ class TestPrimitives:
         gradient = torch.randn_like(joined)
         joined.backward(gradient)
         torch.testing.assert_close(torch.stack([p.grad for p in parts]).view_as(joined), gradient)
-        assert torch.autograd.gradcheck(lambda *own: gather(own, "cpu"), parts)
-        assert torch.autograd.gradgradcheck(lambda *own: gather(own, "cpu"), parts)
+        assert torch.autograd.gradcheck(lambda *pieces: gather(pieces, "cpu"), parts)
+        assert torch.autograd.gradgradcheck(lambda *pieces: gather(pieces, "cpu"), parts)
 
     def test_named_arguments_may_be_more_or_fewer(self) -> None:
         """torch's calls with () or {} what has fewer parts; ours refuses it, see test_scatter."""
         x = torch.arange(4)
         inputs, kwargs = scatter_kwargs((x, 3), {"y": x, "z": "z"}, TWO)
-        assert [(own[0].tolist(), own[1]) for own in inputs] == [([0, 1], 3), ([2, 3], 3)]
-        assert [(own["y"].tolist(), own["z"]) for own in kwargs] == [([0, 1], "z"), ([2, 3], "z")]
+        assert [(one[0].tolist(), one[1]) for one in inputs] == [([0, 1], 3), ([2, 3], 3)]
+        assert [(one["y"].tolist(), one["z"]) for one in kwargs] == [([0, 1], "z"), ([2, 3], "z")]

@@ -139,8 +139,8 @@ def test_packed_sequences_are_as_pack_sequence_makes_them() -> None:
     lengths = [3, 5, 1, 4]
     data = [torch.randn(length) for length in lengths]
     parts = scatter(pack_sequence(data, enforce_sorted=False), TWO)
-    for part, own in zip(parts, (data[:2], data[2:]), strict=True):
-        expected = pack_sequence(own, enforce_sorted=False)
+    for part, sequences in zip(parts, (data[:2], data[2:]), strict=True):
+        expected = pack_sequence(sequences, enforce_sorted=False)
         assert type(part) is PackedSequence
         assert all(map(torch.equal, part, expected))
     out, _ = nn.RNN(1, 2)(parts[0]._replace(data=parts[0].data[:, None]))

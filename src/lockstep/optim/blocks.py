@@ -1,4 +1,4 @@
-"""The layout of sharded parameters in one memory, and which elements each rank owns."""
+"""Sharded parameters in one memory, in blocks: one for each rank, which owns its elements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from lockstep.grad import aligned
 
 
-class Layout(NamedTuple):
+class Blocks(NamedTuple):
     """Parameters in one memory, of which rank ``r`` owns block ``r``; all in elements."""
 
     offsets: tuple[int, ...]  # of each parameter
-    block: int  # the size of a block
+    size: int  # of a block
 
 
 class Piece(NamedTuple):
@@ -37,13 +37,13 @@ def in_order(groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, int]:
     return {parameter: number[parameter] for parameter in parameters}
 
 
-def cut_evenly(numels: Sequence[int], num_ranks: int) -> Layout:
+def cut_evenly(numels: Sequence[int], num_ranks: int) -> Blocks:
     """Lay parameters side by side in their order, and cut the memory into equal blocks."""
     ends = [0, *itertools.accumulate(map(aligned, numels))]
-    return Layout(tuple(ends[:-1]), aligned(-(-ends[-1] // num_ranks)))
+    return Blocks(tuple(ends[:-1]), aligned(-(-ends[-1] // num_ranks)))
 
 
-def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
+def keep_whole(numels: Sequence[int], num_ranks: int) -> Blocks:
     """Give each rank whole parameters, with about the same number of elements in total.
 
     From the largest parameter on, each is given to the rank with the fewest elements so far.
@@ -61,20 +61,20 @@ def keep_whole(numels: Sequence[int], num_ranks: int) -> Layout:
     for owner, numel in zip(owners, numels, strict=True):
         offsets.append(ends[owner])
         ends[owner] += aligned(numel)
-    return Layout(tuple(offsets), block)
+    return Blocks(tuple(offsets), block)
 
 
-def owners_of(layout: Layout) -> list[int]:
+def owners_of(blocks: Blocks) -> list[int]:
     """Return for each parameter the rank that owns it, if parameters are kept whole."""
-    return [offset // layout.block for offset in layout.offsets]
+    return [offset // blocks.size for offset in blocks.offsets]
 
 
-def pieces_of(layout: Layout, numels: Sequence[int], rank: int) -> list[Piece]:
+def pieces_of(blocks: Blocks, numels: Sequence[int], rank: int) -> list[Piece]:
     """Return the pieces of ``rank`` in the order of the memory, including empty parameters."""
-    first, last = rank * layout.block, (rank + 1) * layout.block
+    first, last = rank * blocks.size, (rank + 1) * blocks.size
     pieces = []
-    for index, (offset, numel) in enumerate(zip(layout.offsets, numels, strict=True)):
+    for index, (offset, numel) in enumerate(zip(blocks.offsets, numels, strict=True)):
         start, stop = max(0, first - offset), min(numel, last - offset)
         if start < stop or (not numel and first <= offset < last):
             pieces.append(Piece(index, start, stop))
-    return sorted(pieces, key=lambda piece: layout.offsets[piece.parameter])
+    return sorted(pieces, key=lambda piece: blocks.offsets[piece.parameter])
