@@ -4,8 +4,8 @@
 
 In a new virtual environment, in an empty folder: each block of shell lines is run, and each block
 of Python becomes a part of the file that the page says to save it as. Nothing of the page is
-repeated here. ``pip install torch-lockstep`` takes the wheel of this checkout. Then it is the
-environment for ``tests/without_extras.py``.
+repeated here. The checkout that the page installs is this one. Then it is the environment for
+``tests/without_extras.py``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
-        wheels, folder = home / "wheels", home / "work"
+        folder = home / "work"
         folder.mkdir()
-        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, ROOT]
-        subprocess.run(build, check=True)
+        (folder / "lockstep").symlink_to(ROOT)
         subprocess.run([sys.executable, "-m", "venv", home / "venv"], check=True)
         environment = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "PATH": f"{home / 'venv' / 'bin'}:{os.environ['PATH']}",
             "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
-            "PIP_FIND_LINKS": f"{wheels} {os.environ.get('PIP_FIND_LINKS', '')}",
             "PIP_QUIET": "1",
         }
         page = (ROOT / "docs" / "start.md").read_text()

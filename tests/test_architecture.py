@@ -18,8 +18,7 @@ import pytest
 import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
-README = Path(__file__).parent.parent / "README.md"
-CONTRIBUTING = README.with_name("CONTRIBUTING.md")
+CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 # A package, or a module of its own, imports only from lower layers.
 LAYERS = {
@@ -409,8 +408,8 @@ def test_no_class_that_a_step_needs_has_more_state_than_one_can_hold_in_mind() -
     assert {name: number for name, number in most.items() if number > MOST_ATTRIBUTES} == {}
 
 
-def test_readme_lists_packages_from_the_highest_layer_to_the_lowest() -> None:
-    (listing,) = re.findall(r"```\nsrc/lockstep/\n(.*?)```", README.read_text(), flags=re.S)
+def test_the_listing_of_the_source_has_packages_from_the_highest_layer_to_the_lowest() -> None:
+    (listing,) = re.findall(r"```\nsrc/lockstep/\n(.*?)```", CONTRIBUTING.read_text(), flags=re.S)
     listed = re.findall(r"^  (?! )((?:[\w.]+/?  ?)+) ", listing, flags=re.M)
     names = [word.removesuffix("/").removesuffix(".py") for row in listed for word in row.split()]
     assert sorted(names) == sorted({package_of(module) for module in MODULES} - {"__main__"})

@@ -102,29 +102,3 @@ def test_resumed_steps(start: list[str], num_ranks: int) -> None:
     )
     assert "3 restarts; parameters " in found
     assert found.split()[-1] == expected.split()[-1]
-
-
-README = Path(__file__).parent.parent / "README.md"
-BEFORE = """
-import torch
-from torch import nn
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-    def forward(self, x):
-        return self.fc(x)
-dataset = torch.utils.data.TensorDataset(torch.randn(257, 4), torch.randint(3, (257,)))
-"""
-AFTER = """
-print(f"took {len(loader)} steps")
-"""
-
-
-@START
-def test_the_program_in_the_readme(start: list[str], num_ranks: int, tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
-    script = tmp_path / "train.py"
-    # 257 samples: two steps of 128, and a last one of a single sample, on the first rank.
-    script.write_text(BEFORE + program + AFTER)
-    assert output_of(start, str(script)).count("took 3 steps") == num_ranks
