@@ -22,16 +22,16 @@ NAN = math.nan
 DATA = range(10)
 
 
-def net() -> nn.Module:
+def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 def wrapped(**options: Any) -> lockstep.DistributedDataParallel:
-    return lockstep.DistributedDataParallel(**{"module": net(), **options})
+    return lockstep.DistributedDataParallel(**{"module": normed(), **options})
 
 
 def loop(**options: Any) -> object:
-    return lockstep.join(lockstep.parallelize(net()), **options)
+    return lockstep.join(lockstep.parallelize(normed()), **options)
 
 
 def norm(**options: Any) -> nn.Module:
@@ -39,7 +39,7 @@ def norm(**options: Any) -> nn.Module:
 
 
 def average(**options: Any) -> None:
-    lockstep.average_gradients(**{"module": net(), **options})
+    lockstep.average_gradients(**{"module": normed(), **options})
 
 
 def mean(weight: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ MODULES = [
 FLAGS = [
     Wrong(function, argument, value, TypeError, rf"^{argument} is {shown}.*, not True or False")
     for function, argument in [
-        (lambda init_sync: lockstep.parallelize(net(), init_sync=init_sync), "init_sync"),
+        (lambda init_sync: lockstep.parallelize(normed(), init_sync=init_sync), "init_sync"),
         (wrapped, "init_sync"),
         (wrapped, "skip_all_reduce_unused_params"),
         (loop, "divide_by_initial_world_size"),
@@ -120,7 +120,7 @@ POLICIES = [
     for function, argument in [
         (
             lambda broadcast_buffers: lockstep.parallelize(
-                net(), broadcast_buffers=broadcast_buffers
+                normed(), broadcast_buffers=broadcast_buffers
             ),
             "broadcast_buffers",
         ),
@@ -138,7 +138,9 @@ GROUPS = [
     Wrong(function, "process_group", value, TypeError, says)
     for function in (
         norm,
-        lambda process_group: lockstep.SyncBatchNorm.convert_sync_batchnorm(net(), process_group),
+        lambda process_group: lockstep.SyncBatchNorm.convert_sync_batchnorm(
+            normed(), process_group
+        ),
     )
     for value, says in [
         ("gloo", r"^process_group is 'gloo' \(str\), not a process group"),

@@ -46,7 +46,7 @@ def reduce_on(trees: list[Any], op: Op, backend: str = "threads", **kwargs: Any)
     return run_ranks(len(trees), body, backend=backend)
 
 
-def assert_same(actual: Any, expected: Any, **tolerance: float) -> None:
+def assert_values(actual: Any, expected: Any, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 0, "atol": 0}
     torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance)
 
@@ -63,7 +63,7 @@ def test_reduce_keeps_the_nesting(backend: str) -> None:
         return {"m": metrics, "pair": Pair([rank], (0.5, ())), "counts": counts, "empty": {}}
 
     for result in reduce_on([tree(0), tree(1), tree(2)], "sum", backend):
-        assert_same(result["m"].loss, torch.tensor([3.0, 3.0]))
+        assert_values(result["m"].loss, torch.tensor([3.0, 3.0]))
         assert (type(result["m"]), result["m"].rest) == (Metrics, 6)
         assert result["pair"] == Pair([3], (1.5, ()))
         assert isinstance(result["pair"], Pair)
@@ -78,7 +78,7 @@ def test_reduce_takes_dicts_that_ranks_filled_in_different_orders() -> None:
     for op, c in (("sum", 1.0), ("max", 0.5), ("mean", 0.5)):
         for result, keys in zip(reduce_on(trees, op), ("abc", "cba"), strict=True):
             assert "".join(result) == keys
-            assert_same(result["c"], torch.tensor(c))
+            assert_values(result["c"], torch.tensor(c))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_reduce_takes_dicts_that_ranks_filled_in_different_orders() -> None:
 )
 def test_reduce_of_numbers(values: list[Any], op: Op, expected: Any) -> None:
     for result in reduce_on(values, op):
-        assert_same(result, expected)
+        assert_values(result, expected)
         assert type(result) is type(expected)
 
 
@@ -115,22 +115,22 @@ def test_reduce_of_tensors_is_torchs_over_the_ranks(op: Op, dtype: torch.dtype) 
     of_whole = {"sum": torch.int64, "mean": torch.float64}.get(op, dtype)
     expected = combine(wide, dim=0).to(of_whole if is_whole else dtype)
     for result in reduce_on(values, op):
-        assert_same(result, expected)
+        assert_values(result, expected)
 
 
 def test_reduce_of_integers_is_exact() -> None:
     values = [torch.tensor([2**62, 2**53 + 1]), torch.tensor([2**62 - 1, 2**53])]
-    assert_same(reduce_on(values, "sum")[1], torch.tensor([2**63 - 1, 2**54 + 1]))
-    assert_same(reduce_on(values, "min")[1], torch.tensor([2**62 - 1, 2**53]))
+    assert_values(reduce_on(values, "sum")[1], torch.tensor([2**63 - 1, 2**54 + 1]))
+    assert_values(reduce_on(values, "min")[1], torch.tensor([2**62 - 1, 2**53]))
     small = [torch.tensor([200], dtype=torch.uint8)] * 2
-    assert_same(reduce_on(small, "sum")[1], torch.tensor([400]))
+    assert_values(reduce_on(small, "sum")[1], torch.tensor([400]))
 
 
 def test_reduce_of_tensors_has_nan_where_any_has() -> None:
     values = [torch.tensor([NAN, 1.0, -0.0]), torch.tensor([2.0, NAN, 0.0])]
     for op, last in (("min", -0.0), ("max", 0.0)):
         for result in reduce_on(values, op):
-            assert_same(result, torch.tensor([NAN, NAN, last]))
+            assert_values(result, torch.tensor([NAN, NAN, last]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,15 +143,15 @@ def test_weighted_mean_of_ranks_is_that_of_one_process(backend: str, data: st.Da
     expected = {"loss": torch.cat(values).mean(0), "one": torch.cat(values)[:, 0].mean().item()}
     results = reduce_on(trees, "mean", backend, weight=sizes)  # NaN on a rank of weight 0
     for result in results:
-        assert_same(result, expected, rtol=1e-12, atol=1e-12)
-        assert_same(result, results[0])
+        assert_values(result, expected, rtol=1e-12, atol=1e-12)
+        assert_values(result, results[0])
 
 
 def test_weighted_mean_by_a_tensor_is_that_of_each_element() -> None:
     values = [torch.tensor([[1.0, NAN], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])]
     weights = [torch.tensor([1, 0]), torch.tensor([3, 0])]
     for result in reduce_on(values, "mean", weight=weights):
-        assert_same(result, torch.tensor([[4.0, NAN], [6.0, NAN]]))
+        assert_values(result, torch.tensor([[4.0, NAN], [6.0, NAN]]))
 
 
 def test_weights_are_those_of_many_samples() -> None:
@@ -172,32 +172,32 @@ def test_concatenation_of_ranks_is_that_of_one_process(backend: str, data: st.Da
         trees.append([x.to(dtype) for x, dtype in zip(values, dtypes, strict=True)])
     expected = [torch.cat(parts) for parts in zip(*trees, strict=True)]
     for result in reduce_on(trees, "cat", backend):
-        assert_same(result, expected)
+        assert_values(result, expected)
 
 
 def test_concatenation_takes_tensors_of_any_strides_and_none() -> None:
     values = [torch.tensor(1 + 2j), torch.ones(4, dtype=torch.complex64)[::2].conj()]
     for result in reduce_on(values, "cat"):
-        assert_same(result, torch.tensor([1 + 2j, 1, 1]))
+        assert_values(result, torch.tensor([1 + 2j, 1, 1]))
 
 
 def test_results_are_detached_and_the_values_stay() -> None:
     value = torch.ones(2, requires_grad=True)
     results = reduce_on([value, value], "sum")
     assert not results[0].requires_grad
-    assert_same(value.detach(), torch.ones(2))
+    assert_values(value.detach(), torch.ones(2))
     with torch.inference_mode():
-        assert_same(lockstep.reduce(torch.ones(2), "sum").clone(), torch.ones(2))
+        assert_values(lockstep.reduce(torch.ones(2), "sum").clone(), torch.ones(2))
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "cat"])
 def test_one_rank_gets_its_own_values(op: Op) -> None:
     tree = {"a": torch.tensor([1.5]), "n": 3} if op != "cat" else {"a": torch.tensor([1.5])}
-    assert_same(
+    assert_values(
         lockstep.reduce(tree, op),
         tree | ({"n": 3.0} if op == "mean" else {}),
     )
-    assert_same(reduce_on([tree], op)[0], lockstep.reduce(tree, op))
+    assert_values(reduce_on([tree], op)[0], lockstep.reduce(tree, op))
     assert lockstep.reduce(tree, op)["a"] is not tree["a"]
 
 
@@ -324,19 +324,19 @@ def test_gather_all_tensors_takes_any_shapes(backend: str) -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         gathered = gather_all_tensors(tensors[rank], group)
-        assert_same(gathered, [tensors[0], torch.empty(0, 3), tensors[2]])
+        assert_values(gathered, [tensors[0], torch.empty(0, 3), tensors[2]])
         assert rank == 1 or gathered[rank] is tensors[rank]
         # torchmetrics fills the state of a rank without data with an empty tensor of float32.
         targets = [torch.tensor([1, 2]), torch.tensor([]), torch.tensor([3])][rank]
-        assert_same(torch.cat(gather_all_tensors(targets, group)), torch.tensor([1, 2, 3]))
-        assert_same(gather_all_tensors(torch.tensor([]), group), [torch.tensor([])] * 3)
-        assert_same(gather_all_tensors(torch.tensor(rank), group), [*torch.arange(3)])
+        assert_values(torch.cat(gather_all_tensors(targets, group)), torch.tensor([1, 2, 3]))
+        assert_values(gather_all_tensors(torch.tensor([]), group), [torch.tensor([])] * 3)
+        assert_values(gather_all_tensors(torch.tensor(rank), group), [*torch.arange(3)])
         # A state to add to stays a number of float32, or whole, on a rank without data.
         sums = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.0), torch.tensor(0)][rank]
         total = torch.stack(gather_all_tensors(sums, group))
-        assert_same(total, torch.tensor([0.5, 0, 0], dtype=torch.float64))
+        assert_values(total, torch.tensor([0.5, 0, 0], dtype=torch.float64))
         parts = [torch.ones(2).half(), torch.tensor([]).double(), torch.ones(1).bfloat16()][rank]
-        assert_same(torch.cat(gather_all_tensors(parts, group)), torch.ones(3))
+        assert_values(torch.cat(gather_all_tensors(parts, group)), torch.ones(3))
         labels = torch.ones(2, dtype=torch.int64 if rank == 1 else torch.float32)
         with pytest.raises(CollectiveMismatch, match="int64 of 1 dimensions on rank 1 and"):
             gather_all_tensors(labels, group)

@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
-from tests.checkpoint.training import same, states_of, train, trained
+from tests.checkpoint.training import batches, same, states_of, trained
 from tests.counts import a_third, num_examples
 from tests.nn.models import Digits, Layers, Shared
 from tests.optim.optimizers import OPTIMIZERS
 from tests.ranks import run_ranks
+from tests.training import train
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -105,8 +106,8 @@ def check_from_to(
         )
         assert found == {"epoch": 7}
         assert same(states_of(model, optimizer), expected)
-        train(group, like, its, range(3, 5))
-        train(group, model, optimizer, range(3, 5))
+        train(like, its, batches(like, range(3, 5)))
+        train(model, optimizer, batches(model, range(3, 5)))
         assert same(states_of(model, optimizer), states_of(like, its))
 
     expected = run_ranks(first, saved)[0]

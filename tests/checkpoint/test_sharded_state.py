@@ -26,11 +26,12 @@ from lockstep.checkpoint import ShardedState
 from lockstep.checkpoint.sharded_state import boxes_of
 from lockstep.errors import CheckpointMismatch
 from lockstep.optim import PartialTensor
-from tests.checkpoint.training import same, states_of, train, trained
+from tests.checkpoint.training import batches, same, states_of, trained
 from tests.counts import some
 from tests.nn.models import Digits, Empty, Strided, Unused
 from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import Processes, processes
+from tests.training import train
 
 PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
 
@@ -80,8 +81,8 @@ def check_loaded(folder: str, cases: list[Any], steps: list[int], options: dict[
             assert state["step"] == 3
             case = kind.__name__, name, saved, sharded, before
             assert same(states_of(model, optimizer), expected), case
-            train(dist.group.WORLD, like, its, range(3, 5))
-            train(dist.group.WORLD, model, optimizer, range(3, 5))
+            train(like, its, batches(like, range(3, 5)))
+            train(model, optimizer, batches(model, range(3, 5)))
             assert same(states_of(model, optimizer), states_of(like, its)), case
 
 
@@ -208,7 +209,7 @@ def check_frozen(folder: str) -> None:
     def frozen(steps: int) -> tuple[nn.Module, Optimizer]:
         model, optimizer = made(Digits, "AdamW", sharded=True, steps=0)
         [*model.parameters()][1].requires_grad_(False)
-        train(dist.group.WORLD, model, optimizer, range(steps))
+        train(model, optimizer, batches(model, range(steps)))
         return model, optimizer
 
     model, optimizer = frozen(3)
@@ -315,7 +316,7 @@ def check_failures(folder: str) -> None:
     os.truncate(path, os.path.getsize(path) // 2)
     dist.barrier()
     before = copy.deepcopy(states_of(model, optimizer))
-    train(dist.group.WORLD, model, other, range(2))
+    train(model, other, batches(model, range(2)))
     _, third = made(Digits, "momentum", sharded=True, steps=1)
     before = copy.deepcopy(states_of(model, third))
     with pytest.raises(dcp.api.CheckpointException):
@@ -384,7 +385,7 @@ def check_async(folder: str) -> None:
     saving = dcp.async_save(
         {"optimizer": ShardedState(optimizer)}, checkpoint_id=folder, process_group=dist.new_group()
     )
-    train(dist.group.WORLD, model, optimizer, range(3, 5))
+    train(model, optimizer, batches(model, range(3, 5)))
     saving.result()
     _, other = made(Strided, "AdamW", sharded=True, steps=0)
     dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)
@@ -399,7 +400,7 @@ def check_zero(folder: str) -> None:
     torch.manual_seed(0)
     model = lockstep.parallelize(Digits())
     zero = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    train(dist.group.WORLD, model, zero, range(3))
+    train(model, zero, batches(model, range(3)))
     dcp.save({"optimizer": ShardedState(zero)}, checkpoint_id=folder)
     _, other = made(Digits, "AdamW", sharded=True, steps=0)
     dcp.load({"optimizer": ShardedState(other)}, checkpoint_id=folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from tests.training import train
 
 
 def bits(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -56,18 +58,14 @@ def trained(
     optimizer = make(model.parameters())
     if sharded:
         lockstep.shard_optimizer(optimizer, master_dtype=master)
-    train(group, model, optimizer, range(steps))
+    train(model, optimizer, batches(model, range(steps)))
     return model, optimizer
 
 
-def train(
-    group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, steps: range
-) -> None:
+def batches(model: nn.Module, steps: range) -> Iterator[torch.Tensor]:
     for step in steps:
         x = torch.randn(4, *model.sample, generator=torch.Generator().manual_seed(step))
-        model(x.to(next(model.parameters()).dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        yield x.to(next(model.parameters()).dtype)
 
 
 def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import lockstep
 from lockstep.errors import AlreadyParallel
 from tests.clients.forks import Forks
-from tests.clients.toy import Kind, Net, assert_same, dataset, loader, parameters_of
+from tests.clients.toy import Kind, Net, assert_ranks_as_alone, dataset, loader, parameters_of
 
 
-def train(kind: Kind, *, is_sharded: bool = False, **options: Any) -> Any:
+def run_accelerate(kind: Kind, *, is_sharded: bool = False, **options: Any) -> Any:
     """Two micro-batches a step, clipped."""
     import accelerate
     from accelerate.utils import extract_model_from_parallel
@@ -73,21 +73,23 @@ def train(kind: Kind, *, is_sharded: bool = False, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks) -> Any:
-    return forks.run(train, 1, "alone")[0]
+    return forks.run(run_accelerate, 1, "alone")[0]
 
 
 @pytest.mark.parametrize("kind", ["torch", "wrapper", "in place"])
 def test_accelerate_gives_what_one_process_gives(forks: Forks, alone: Any, kind: Kind) -> None:
-    assert_same(forks.run(train, 2, kind), alone)
+    assert_ranks_as_alone(forks.run(run_accelerate, 2, kind), alone)
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "in place"])
 def test_a_sharded_optimizer_gives_the_same(forks: Forks, alone: Any, kind: Kind) -> None:
-    assert_same(forks.run(train, 2, kind, is_sharded=True), alone)
+    assert_ranks_as_alone(forks.run(run_accelerate, 2, kind, is_sharded=True), alone)
 
 
 def test_a_compiled_model_gives_what_one_process_gives(forks: Forks, alone: Any) -> None:
-    assert_same(forks.run(train, 2, "wrapper", dynamo_backend="aot_eager"), alone)
+    assert_ranks_as_alone(
+        forks.run(run_accelerate, 2, "wrapper", dynamo_backend="aot_eager"), alone
+    )
 
 
 def prepare_twice() -> list[str]:

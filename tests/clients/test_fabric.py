@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import lockstep
 from tests.clients.forks import Forks
-from tests.clients.toy import Net, assert_same, dataset, loader, parameters_of, place
+from tests.clients.toy import Net, assert_ranks_as_alone, dataset, loader, parameters_of, place
 
 
-def train(name: str, *, is_sharded: bool = False) -> Any:
+def train_by_fabric(name: str, *, is_sharded: bool = False) -> Any:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
@@ -49,13 +49,13 @@ def train(name: str, *, is_sharded: bool = False) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks) -> Any:
-    return forks.run(train, 1, "alone")[0]
+    return forks.run(train_by_fabric, 1, "alone")[0]
 
 
 @pytest.mark.parametrize("strategy", ["torch", "lockstep"])
 def test_fabric_gives_what_one_process_gives(forks: Forks, alone: Any, strategy: str) -> None:
-    assert_same(forks.run(train, 2, strategy), alone)
+    assert_ranks_as_alone(forks.run(train_by_fabric, 2, strategy), alone)
 
 
 def test_a_sharded_optimizer_gives_the_same(forks: Forks, alone: Any) -> None:
-    assert_same(forks.run(train, 2, "lockstep", is_sharded=True), alone)
+    assert_ranks_as_alone(forks.run(train_by_fabric, 2, "lockstep", is_sharded=True), alone)

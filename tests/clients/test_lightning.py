@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.clients.forks import Forks
-from tests.clients.toy import Net, assert_same, dataset, loader, parameters_of, place
+from tests.clients.toy import Net, assert_ranks_as_alone, dataset, loader, parameters_of, place
 
 
 def fits(strategy: str) -> dict[str, Any]:
@@ -100,4 +100,4 @@ def alone(forks: Forks) -> Any:
 
 @pytest.mark.parametrize("strategy", ["gloo", "shm", "lockstep"])
 def test_the_trainer_gives_what_one_process_gives(forks: Forks, alone: Any, strategy: str) -> None:
-    assert_same(forks.run(fits, 2, strategy), alone)
+    assert_ranks_as_alone(forks.run(fits, 2, strategy), alone)

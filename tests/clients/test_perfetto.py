@@ -29,7 +29,7 @@ join thread using (utid) join process using (upid)
 """
 
 
-def train(world: lockstep.World, folder: Path) -> None:
+def traced_training(world: lockstep.World, folder: Path) -> None:
     model = lockstep.parallelize(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = lockstep.DataLoader(TensorDataset(torch.ones(40, 8)), batch_size=4)
@@ -45,7 +45,7 @@ def train(world: lockstep.World, folder: Path) -> None:
 
 def test_every_span_is_a_slice_on_the_track_of_its_rank(tmp_path: Path) -> None:
     perfetto = pytest.importorskip("perfetto.trace_processor")
-    lockstep.launch(train, 3, (tmp_path,))
+    lockstep.launch(traced_training, 3, (tmp_path,))
     events = json.loads((tmp_path / "trace.json").read_text())
     threads = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

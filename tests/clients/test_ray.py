@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import lockstep
 from tests.clients.forks import Forks
-from tests.clients.toy import Net, assert_same, dataset, loader, parameters_of
+from tests.clients.toy import Net, assert_ranks_as_alone, dataset, loader, parameters_of
 
 
-def train(kind: str) -> Any:
+def train_by_ray(kind: str) -> Any:
     net = Net().double()
     if kind == "torch":
         from ray.train.torch import prepare_model
@@ -41,7 +41,7 @@ def train_under_ray(folder: str) -> Any:
     def train_each() -> None:
         rank = ray.train.get_context().get_world_rank()
         assert torch.distributed.get_backend() == "shm"
-        results = {kind: train(kind) for kind in ("torch", "wrapper", "in place")}
+        results = {kind: train_by_ray(kind) for kind in ("torch", "wrapper", "in place")}
         torch.save(results, Path(folder) / f"{rank}.pt")
 
     os.environ["PYTHONPATH"] = os.getcwd()
@@ -60,8 +60,8 @@ def train_under_ray(folder: str) -> Any:
 
 
 def test_ray_train_gives_what_one_process_gives(forks: Forks) -> None:
-    (alone,) = forks.run(train, 1, "alone")
+    (alone,) = forks.run(train_by_ray, 1, "alone")
     with tempfile.TemporaryDirectory() as folder:
         (ranks,) = forks.run(train_under_ray, 1, folder)
     for kind in ("torch", "wrapper", "in place"):
-        assert_same([rank[kind] for rank in ranks], alone)
+        assert_ranks_as_alone([rank[kind] for rank in ranks], alone)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import lockstep
 from tests.clients.forks import Forks
 from tests.clients.gpt2 import Tokens, gpt2
-from tests.clients.toy import GLOBAL_BATCH, assert_same, parameters_of, place
+from tests.clients.toy import GLOBAL_BATCH, assert_ranks_as_alone, parameters_of, place
 
 
-def train(kind: str, **options: Any) -> Any:
+def train_by_trainer(kind: str, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from lockstep.integrations import replace_torch_ddp
@@ -58,17 +58,17 @@ def train(kind: str, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks) -> Any:
-    return forks.run(train, 1, "alone")[0]
+    return forks.run(train_by_trainer, 1, "alone")[0]
 
 
 @pytest.mark.parametrize("kind", ["torch", "wrapper"])
 def test_the_trainer_gives_what_one_process_gives(forks: Forks, alone: Any, kind: str) -> None:
-    assert_same(forks.run(train, 2, kind), alone)
+    assert_ranks_as_alone(forks.run(train_by_trainer, 2, kind), alone)
 
 
 def test_the_trainer_compiles(forks: Forks, alone: Any) -> None:
     how = {"torch_compile": True, "torch_compile_backend": "eager"}
-    assert_same(forks.run(train, 2, "wrapper", **how), alone)
+    assert_ranks_as_alone(forks.run(train_by_trainer, 2, "wrapper", **how), alone)
 
 
 def save_and_resume(num_ranks: int) -> Any:
@@ -115,4 +115,4 @@ def test_the_trainer_saves_a_sharded_optimizer(forks: Forks) -> None:
     ((expected, state),) = forks.run(save_and_resume, 1, 1)
     for found, saved in forks.run(save_and_resume, 2, 2):
         assert saved == pytest.approx(state)
-        assert_same([found], expected)
+        assert_ranks_as_alone([found], expected)

@@ -73,7 +73,7 @@ def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def assert_same(ranks: Sequence[Any], alone: Any, *, atol: float = 1e-11) -> None:
+def assert_ranks_as_alone(ranks: Sequence[Any], alone: Any, *, atol: float = 1e-11) -> None:
     """Ranks must hold the same bits, and those one process's numbers."""
     for other in ranks[1:]:
         torch.testing.assert_close(other, ranks[0], rtol=0, atol=0)

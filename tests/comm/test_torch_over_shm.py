@@ -21,6 +21,7 @@ import lockstep
 from lockstep.errors import GroupClosed
 from tests.counts import pairs
 from tests.processes import Processes, processes
+from tests.training import train
 
 SIZES = (2, 3)
 STEPS = 3
@@ -44,19 +45,17 @@ def build() -> nn.Module:
     return model
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-    """Some steps, on this rank's part of a batch that is the same whoever takes it."""
+def parts_of(rank: int, size: int) -> list[torch.Tensor]:
+    """This rank's parts of batches that are the same whoever takes them."""
     generator = torch.Generator().manual_seed(2)
-    for _ in range(STEPS):
-        batch = torch.randn(12, FEATURES, generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        model(batch.chunk(size)[rank]).pow(2).mean().backward()
-        optimizer.step()
+    shape = (STEPS, 12, FEATURES)
+    whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return [batch.chunk(size)[rank] for batch in whole]
 
 
 def weights_of_one_process() -> list[torch.Tensor]:
     model = build()
-    train(model, torch.optim.Adam(model.parameters(), 0.01), 0, 1)
+    train(model, torch.optim.Adam(model.parameters(), 0.01), parts_of(0, 1))
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -94,12 +93,8 @@ def fsdp2(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    train(
-        model,
-        torch.optim.Adam(model.parameters(), 0.01),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    parts = parts_of(dist.get_rank(), dist.get_world_size())
+    train(model, torch.optim.Adam(model.parameters(), 0.01), parts)
     full = []
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
@@ -115,7 +110,7 @@ def zero_redundancy(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, overlap_with_ddp=False, lr=0.01
     )
-    train(model, optimizer, dist.get_rank(), dist.get_world_size())
+    train(model, optimizer, parts_of(dist.get_rank(), dist.get_world_size()))
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
         assert len(optimizer.state_dict()["state"]) == 6
@@ -123,7 +118,8 @@ def zero_redundancy(group: dist.ProcessGroup | None) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    train(model, torch.optim.Adam(model.parameters(), 0.01), group.rank(), group.size())
+    parts = parts_of(group.rank(), group.size())
+    train(model, torch.optim.Adam(model.parameters(), 0.01), parts)
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -231,7 +227,7 @@ def test_torchs_join_divides_by_those_that_are_still_here(ranks: Processes) -> N
 
 
 def test_torchs_ddp_is_told_of_a_lost_rank() -> None:
-    def train(world: lockstep.World) -> None:
+    def body(world: lockstep.World) -> None:
         model = TorchDDP(nn.Linear(3, 3))
         for _ in range(2):  # it rebuilds its buckets after the first
             model(torch.ones(2, 3)).sum().backward()
@@ -242,7 +238,7 @@ def test_torchs_ddp_is_told_of_a_lost_rank() -> None:
         with pytest.raises(RuntimeError, match="PeerLost: Rank 1 has left"):
             model(torch.ones(2, 3)).sum().backward()
 
-    lockstep.launch(train, nprocs=2, ranks="threads")
+    lockstep.launch(body, nprocs=2, ranks="threads")
 
 
 def check_objects() -> None:
@@ -325,7 +321,7 @@ def check_mesh() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    train(model, torch.optim.Adam(model.parameters(), 0.01), rank, 4)
+    train(model, torch.optim.Adam(model.parameters(), 0.01), parts_of(rank, 4))
     full = [parameter.full_tensor().detach() for parameter in model.parameters()]
     assert_same_as_one_process(full)
 

@@ -33,7 +33,7 @@ def start() -> tuple[ConvNet, TensorDataset]:
     )
 
 
-def train(num_ranks: int, folder: Path | None, first: int, last: int) -> State:
+def train_digits(num_ranks: int, folder: Path | None, first: int, last: int) -> State:
     """Take the steps from ``first`` on, before ``last``, of an epoch; save or load in between."""
     net, dataset = start()
 
@@ -63,7 +63,7 @@ def train(num_ranks: int, folder: Path | None, first: int, last: int) -> State:
 
 @functools.cache
 def undisturbed(num_ranks: int) -> State:
-    return train(num_ranks, None, 0, NUM_STEPS)
+    return train_digits(num_ranks, None, 0, NUM_STEPS)
 
 
 @pytest.mark.long
@@ -73,8 +73,8 @@ def test_a_stop_changes_nothing(
     tmp_path_factory: object, stop: int, before: int, after: int
 ) -> None:
     folder = tmp_path_factory.mktemp("run")  # type: ignore[attr-defined]
-    train(before, folder, 0, stop)
-    end = train(after, folder, stop, NUM_STEPS)
+    train_digits(before, folder, 0, stop)
+    end = train_digits(after, folder, stop, NUM_STEPS)
     assert largest_difference(end, undisturbed(1)) < 1e-9
     if before == after:
         assert largest_difference(end, undisturbed(after)) == 0

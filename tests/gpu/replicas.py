@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.last(self.norm(hidden) + x * self.scale)
 
 
-def net() -> Net:
+def replicable() -> Net:
     torch.manual_seed(3)
     return Net()
 

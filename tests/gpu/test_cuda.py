@@ -15,6 +15,7 @@ from torch import nn
 import lockstep
 from tests.gpu.sharing import launch_sharing
 from tests.nn.models import build
+from tests.same import assert_same
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -55,14 +56,6 @@ def oracle(name: str) -> list[torch.Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def assert_same(ours: list, theirs: list) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None:
-            slack = 1e-8 if mine.dtype in (torch.float64, torch.complex128) else 1e-4
-            torch.testing.assert_close(mine, other, rtol=slack, atol=slack)
-
-
 def where(world: lockstep.World) -> tuple[str, str]:
     return str(world.device), str(dist.get_backend_config(world.process_group))
 
@@ -75,13 +68,13 @@ def test_one_rank_takes_its_gpu_and_nccl() -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_one_rank_over_nccl(name: str, wrapped: bool) -> None:
     (mine,) = lockstep.launch(gradients, 1, (name, wrapped))
-    assert_same(mine, oracle(name))
+    assert_same(mine, oracle(name), 1e-8, single=1e-4)
 
 
 @pytest.mark.parametrize("name", ["digits", "layers", "shared", "unused"])
 def test_two_ranks_sharing_a_gpu_over_gloo(name: str) -> None:
     for mine in launch_sharing(gradients, 2, (name, False)):
-        assert_same(mine, oracle(name))
+        assert_same(mine, oracle(name), 1e-8, single=1e-4)
 
 
 def test_more_ranks_than_gpus_compute_on_the_cpu() -> None:

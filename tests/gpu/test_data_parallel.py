@@ -31,7 +31,7 @@ from tests.gpu.replicas import (
     cuda_has_begun,  # noqa: F401
     gradients_of,
     home_of,
-    net,
+    replicable,
     samples,
 )
 
@@ -53,7 +53,7 @@ class TestResults:
     @pytest.mark.parametrize("rows", [11, 1, 0])
     def test_outputs_and_gradients(self, way, devices: list, rows: int) -> None:
         home = home_of(devices)
-        model, expected = net().to(home), net()
+        model, expected = replicable().to(home), replicable()
         call = way(model, devices)
         for _ in range(3):  # gradients add up
             x, y = samples(rows).to(home).requires_grad_(), samples(rows).requires_grad_()
@@ -71,7 +71,7 @@ class TestResults:
     @DEVICES
     def test_inputs_come_from_the_cpu_or_a_gpu(self, way, devices: list) -> None:
         home = home_of(devices)
-        call, expected = way(net().to(home), devices), net()(samples())
+        call, expected = way(replicable().to(home), devices), replicable()(samples())
         for place in ("cpu", "cuda:0"):
             x = samples().to(place).requires_grad_()
             call(x).sum().backward()
@@ -82,7 +82,7 @@ class TestResults:
 
     @pytest.mark.parametrize("output_device", ["cpu", -1, 0, "cuda:0"])
     def test_outputs_are_joined_where_they_are_wanted(self, output_device) -> None:
-        model, expected = net().to(GPU), net()
+        model, expected = replicable().to(GPU), replicable()
         output = DataParallel(model, TWICE, output_device)(samples())
         assert output.is_cuda == (output_device not in ("cpu", -1))
         output.sum().backward()
@@ -91,7 +91,7 @@ class TestResults:
 
     def test_the_same_bits_every_time(self) -> None:
         def run() -> list[torch.Tensor | None]:
-            model = net().to(GPU)
+            model = replicable().to(GPU)
             DataParallel(model, THREE_TIMES)(samples(64).to(GPU)).square().sum().backward()
             return gradients_of(model)
 
@@ -107,7 +107,7 @@ class TestResults:
             return gradients_of(model)
 
         for devices in (TWICE, MIXED):
-            model, expected = net().to(home_of(devices)), net()
+            model, expected = replicable().to(home_of(devices)), replicable()
             found = penalty(by_function(model, devices), model, samples().to(home_of(devices)))
             assert_close(found, penalty(expected, expected, samples()))
 
@@ -142,11 +142,11 @@ class TestAsTorchs:
     """Beside torch's ``nn.DataParallel`` on one GPU, given once."""
 
     def test_by_default_on_all_gpus(self) -> None:
-        assert DataParallel(net()).device_ids == nn.DataParallel(net()).device_ids
+        assert DataParallel(replicable()).device_ids == nn.DataParallel(replicable()).device_ids
 
     @pytest.mark.parametrize("devices", [[0], ["cuda:0"]])
     def test_one_gpu(self, devices: list) -> None:
-        mine, theirs = net(), net()
+        mine, theirs = replicable(), replicable()
         # Both move the module there.
         model, other = DataParallel(mine, devices), nn.DataParallel(theirs, [0])
         assert model.device_ids == other.device_ids == [0]
@@ -161,7 +161,7 @@ class TestAsTorchs:
             assert all(map(torch.equal, gradients_of(mine), gradients_of(theirs)))
 
     def test_one_gpu_given_twice_is_torchs_given_once(self) -> None:
-        mine, theirs = net().to(GPU), net().to(GPU)
+        mine, theirs = replicable().to(GPU), replicable().to(GPU)
         model, other = DataParallel(mine, [0, 0]), nn.DataParallel(theirs, [0])
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (mine, theirs)]
         for step in range(5):
@@ -173,23 +173,23 @@ class TestAsTorchs:
 
     def test_a_module_that_is_elsewhere_is_named(self) -> None:
         with pytest.raises(RuntimeError, match=r"is on cpu\. Move the module there"):
-            DataParallel(net(), TWICE)(samples())
+            DataParallel(replicable(), TWICE)(samples())
         with pytest.raises(RuntimeError, match=r"is on cuda:0\. Move the module there"):
-            DataParallel(net().to(GPU), MIXED)(samples())
+            DataParallel(replicable().to(GPU), MIXED)(samples())
 
     def test_an_accelerator_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(ValueError, match="is to be an accelerator's index"):
-            DataParallel(net(), [0, torch.cuda.device_count()])
+            DataParallel(replicable(), [0, torch.cuda.device_count()])
 
     def test_by_default_all_gpus(self) -> None:
-        model = DataParallel(net().to(GPU))
+        model = DataParallel(replicable().to(GPU))
         assert model.device_ids == list(range(torch.cuda.device_count()))
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     @pytest.mark.parametrize("devices", [[0, 1], [1, 0], [0, 1, 0]])
     def test_two_gpus(self, devices: list[int]) -> None:
         home = torch.device("cuda", devices[0])
-        mine, theirs = net().to(home), net().to(home)
+        mine, theirs = replicable().to(home), replicable().to(home)
         model, other = DataParallel(mine, devices), nn.DataParallel(theirs, devices[:2])
         for x in (samples(), samples().to(GPU), samples().to("cuda:1")):
             output, expected = model(x), other(x)

@@ -26,7 +26,7 @@ from tests.gpu.replicas import (
     cuda_has_begun,  # noqa: F401
     gradients_of,
     home_of,
-    net,
+    replicable,
     samples,
 )
 
@@ -47,7 +47,7 @@ class TestBackwards:
     @pytest.mark.parametrize("devices", [TWICE, MIXED, ["cuda:0", "cpu"]], ids=str)
     @pytest.mark.parametrize("place", ["cpu", "cuda:0"])
     def test_from_a_loss_on_either_device(self, devices: list, place: str) -> None:
-        model = net().to(home_of(devices))
+        model = replicable().to(home_of(devices))
         self.check(model, DataParallel(model, devices), lambda loss: loss.to(place))
 
     def test_two_in_one_graph(self) -> None:
@@ -56,7 +56,7 @@ class TestBackwards:
         self.check(model, lambda x: second(model[1](first(x))))
 
     def test_one_inside_of_another(self) -> None:
-        model = nn.Sequential(net(), nn.Tanh()).to(GPU)
+        model = nn.Sequential(replicable(), nn.Tanh()).to(GPU)
         nested = nn.Sequential(DataParallel(model[0], TWICE), model[1])
         self.check(model, DataParallel(nested, TWICE))
 
@@ -72,13 +72,13 @@ class TestBackwards:
         torch.manual_seed(3)
         model = Inside().to(home_of(devices))
         self.check(model, DataParallel(model, devices))
-        model = net().to(home_of(devices))
+        model = replicable().to(home_of(devices))
         parallel = DataParallel(model, devices)
         self.check(model, lambda x: checkpoint(parallel, x, **options))
 
     @pytest.mark.parametrize("devices", [TWICE, MIXED], ids=str)
     def test_a_loss_and_its_gradient_in_one_backward(self, devices: list) -> None:
-        model = net().to(home_of(devices))
+        model = replicable().to(home_of(devices))
         expected = copy.deepcopy(model).cpu()
         for call, place in ((DataParallel(model, devices), GPU), (expected, "cpu")):
             x = samples().to(place).requires_grad_()
@@ -111,7 +111,7 @@ class TestBackwards:
         self.check(model, DataParallel(model, TWICE))
 
     def test_from_several_threads_at_the_same_time(self) -> None:
-        model, expected, errors = net().to(GPU), net(), []
+        model, expected, errors = replicable().to(GPU), replicable(), []
         parallel = DataParallel(model, TWICE)
 
         def run(rows: int) -> None:
@@ -134,7 +134,7 @@ class TestBackwards:
         assert not any(thread.is_alive() for thread in threads)
 
     def test_a_failed_one_does_not_spoil_the_next(self) -> None:
-        model, expected, fails = net().to(GPU), net(), [True]
+        model, expected, fails = replicable().to(GPU), replicable(), [True]
 
         def hook(gradient: torch.Tensor) -> None:
             if fails:
@@ -150,7 +150,7 @@ class TestBackwards:
         assert_close(gradients_of(model), gradients_of(expected))
 
     def test_a_kept_graph_and_forwards_before_their_backwards(self) -> None:
-        model, expected = net().to(GPU), net()
+        model, expected = replicable().to(GPU), replicable()
         parallel = DataParallel(model, TWICE)
         for call in (parallel, expected):
             first, second = call(samples(5)).square().sum(), call(samples(8)).square().sum()
@@ -193,7 +193,7 @@ class TestModes:
         assert seen == {"cpu": torch.bfloat16, "cuda": torch.float16}
 
     def test_a_gradient_scaler(self) -> None:
-        model = net().float().to(GPU)
+        model = replicable().float().to(GPU)
         parallel, before = DataParallel(model, TWICE), copy.deepcopy(model.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cuda")
@@ -249,7 +249,7 @@ class TestModes:
                 return Slow.apply(super().forward(Slow.apply(x)))
 
         torch.manual_seed(3)
-        model, expected = SlowNet().to(home_of(devices)), net()
+        model, expected = SlowNet().to(home_of(devices)), replicable()
         parallel = DataParallel(model, devices)
         stream = torch.cuda.Stream(GPU) if is_on_side else torch.cuda.current_stream(GPU)
         stream.wait_stream(torch.cuda.current_stream(GPU))

@@ -15,7 +15,7 @@ from tests.ranks import BACKENDS, Backend, run_ranks
 SAID = "all ranks had the same gradients"
 
 
-def train(
+def take_means(
     rank: int, group: dist.ProcessGroup, *, same: bool, steps: int = 5, dtype=torch.float32
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(dtype)
@@ -35,7 +35,9 @@ def test_the_same_samples_on_every_rank_are_told_of_once(
     world_size: int, dtype: torch.dtype, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_ranks(
-        world_size, lambda rank, group: train(rank, group, same=True, dtype=dtype), backend=backend
+        world_size,
+        lambda rank, group: take_means(rank, group, same=True, dtype=dtype),
+        backend=backend,
     )
     assert [SAID in record.getMessage() for record in caplog.records] == [True]
     assert caplog.records[0].levelno == logging.WARNING
@@ -45,7 +47,7 @@ def test_the_same_samples_on_every_rank_are_told_of_once(
 def test_nothing_is_said_of_different_samples_or_before_it_is_clear(
     same: bool, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_ranks(2, lambda rank, group: train(rank, group, same=same, steps=steps))
+    run_ranks(2, lambda rank, group: take_means(rank, group, same=same, steps=steps))
     assert SAID not in caplog.text
 
 

@@ -97,19 +97,19 @@ def test_launch_plain_lets_ranks_write_themselves(
 
 
 def test_launch_raises_the_first_failure_with_its_traceback(bench: Bench) -> None:
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 1:
             raise KeyError("no such column")
         dist.barrier()
 
     with pytest.raises(RankFailed, match="rank 1 of 2 failed first") as caught:
-        launch(train)
+        launch(body)
     assert caught.value.rank == 1
     assert caught.value.exit_code == 1
     assert caught.value.signal is None
     assert caught.value.traceback is not None
     assert caught.value.traceback.startswith("Traceback (most recent call last):\n")
-    assert "in train\n" in caught.value.traceback
+    assert "in body\n" in caught.value.traceback
     assert caught.value.traceback.endswith("KeyError: 'no such column'\n")
     assert "lockstep/launcher" not in caught.value.traceback
 

@@ -21,6 +21,7 @@ import lockstep
 from lockstep.errors import BadLaunch, ContradictoryInit, LaunchError, PeerLost, RankFailed
 from lockstep.launcher import launch, threads
 from lockstep.world import Starter, World
+from tests.training import train
 from tests.waiting import until
 
 
@@ -92,7 +93,7 @@ def test_training_equals_one_process_on_the_whole_batch() -> None:
     inputs, targets = torch.randn(12, 4), torch.randn(12, 2)
     start = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).state_dict()
 
-    def train(world: World | None) -> dict[str, torch.Tensor]:
+    def trained(world: World | None) -> dict[str, torch.Tensor]:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         model.load_state_dict(start)
         part = slice(None)
@@ -100,14 +101,12 @@ def test_training_equals_one_process_on_the_whole_batch() -> None:
             lockstep.parallelize(model)
             part = slice(world.rank, None, world.world_size)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs[part]), targets[part]).backward()
-            optimizer.step()
+        batches = [(inputs[part], targets[part])] * 5
+        train(model, optimizer, batches, lambda net, batch: F.mse_loss(net(batch[0]), batch[1]))
         return model.state_dict()
 
-    alone = train(None)
-    for together in launch(train, 4, ranks="threads"):
+    alone = trained(None)
+    for together in launch(trained, 4, ranks="threads"):
         torch.testing.assert_close(together, alone)
 
 
@@ -170,7 +169,7 @@ def test_number_of_threads_is_each_ranks_and_the_callers_stays() -> None:
 def test_first_failure_with_its_traceback_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[str] = []
 
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         dist.barrier()
         if world.rank == 1:
             raise KeyError("no such column")
@@ -183,12 +182,12 @@ def test_first_failure_with_its_traceback_and_no_hang(monkeypatch: pytest.Monkey
     monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of 3 failed first") as caught:
-        launch(train, 3, ranks="threads")
+        launch(body, 3, ranks="threads")
     assert time.monotonic() - start < 100  # less than a rank that hangs is waited for
     assert (caught.value.rank, caught.value.exit_code, caught.value.signal) == (1, 1, None)
     assert caught.value.traceback is not None
     assert caught.value.traceback.startswith("Traceback (most recent call last):\n")
-    assert "in train\n" in caught.value.traceback
+    assert "in body\n" in caught.value.traceback
     assert caught.value.traceback.endswith("KeyError: 'no such column'\n")
     assert "lockstep/launcher" not in caught.value.traceback
     assert "failed ranks 0, 2" in str(caught.value)
@@ -197,7 +196,7 @@ def test_first_failure_with_its_traceback_and_no_hang(monkeypatch: pytest.Monkey
 
 
 def test_rank_that_aborts_its_group_first_is_to_blame_all_the_same() -> None:
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 1:
             assert world.process_group is not None
             world.process_group.abort()
@@ -206,11 +205,11 @@ def test_rank_that_aborts_its_group_first_is_to_blame_all_the_same() -> None:
         dist.barrier()
 
     with pytest.raises(RankFailed, match="rank 1 of 2 failed first"):
-        launch(train, ranks="threads")
+        launch(body, ranks="threads")
 
 
 def test_failure_ends_the_wait_for_a_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 2:
             raise KeyError("before the new group")
         dist.new_group([0, 1, 2], backend="threads")
@@ -218,17 +217,17 @@ def test_failure_ends_the_wait_for_a_new_group(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 2 of 3 failed first"):
-        launch(train, 3, ranks="threads")
+        launch(body, 3, ranks="threads")
     assert time.monotonic() - start < 100  # less than a rank that hangs is waited for
 
 
 def test_rank_that_returns_early_is_lost_to_the_others() -> None:
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 0:
             dist.all_reduce(torch.ones(1))
 
     with pytest.raises(RankFailed, match=r"PeerLost: Rank 1 has left the group"):
-        launch(train, ranks="threads")
+        launch(body, ranks="threads")
 
 
 @pytest.mark.parametrize(("value", "code"), [(0, 1), (3, 3), ("words", 1), (None, 1), (256, 1)])
@@ -246,14 +245,14 @@ def test_thread_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 0.5)
     end = threading.Event()
 
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 0:
             raise KeyError("first")
         end.wait()
 
     world_before = dist.distributed_c10d._world
     with pytest.raises(RankFailed, match=r"Still running 0\.5 s later: rank 1") as caught:
-        launch(train, ranks="threads")
+        launch(body, ranks="threads")
     assert caught.value.rank == 0
     end.set()
     assert until(lambda: dist.distributed_c10d._world is world_before)
@@ -266,7 +265,7 @@ def test_interrupt_ends_the_ranks_waits(
     """Also if the system gives the signal to a rank's thread, not to the one that waits."""
     interrupt = signal.raise_signal if takes_itself else partial(os.kill, os.getpid())
 
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         if world.rank == 0:
             interrupt(signal.SIGINT)  # as Ctrl-C does
         dist.barrier() if world.rank == 0 else dist.new_group([0, 1], backend="threads")
@@ -274,7 +273,7 @@ def test_interrupt_ends_the_ranks_waits(
     monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        launch(train, ranks="threads")
+        launch(body, ranks="threads")
     assert time.monotonic() - start < 100  # less than a rank that hangs is waited for
 
 

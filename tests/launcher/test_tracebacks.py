@@ -141,7 +141,7 @@ def test_a_hook_of_the_programs_own_is_called(bench: Bench) -> None:
 def test_launch_shows_the_failure_alone_and_keeps_the_whole_traceback(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(world: World) -> None:
+    def body(world: World) -> None:
         import torch
 
         import lockstep
@@ -150,11 +150,11 @@ def test_launch_shows_the_failure_alone_and_keeps_the_whole_traceback(
         model(torch.ones(2, 3 if world.rank == 0 else 5)).sum().backward()
 
     with pytest.raises(RankFailed) as caught:
-        launch(train)
+        launch(body)
     assert caught.value.rank == 1
     assert "linear.py" in (caught.value.traceback or "")
     assert "linear.py" not in str(caught.value)
-    assert "in train\n" in str(caught.value)
+    assert "in body\n" in str(caught.value)
     assert "the error's attribute traceback has them" in str(caught.value)
     assert "PeerLost" not in str(caught.value)
     captured = capsys.readouterr()

@@ -32,6 +32,6 @@ def _build() -> nn.Module:
 _NET = _build()
 
 
-def net() -> nn.Module:
+def hooked_net() -> nn.Module:
     """The same network every time, on every rank."""
     return copy.deepcopy(_NET)

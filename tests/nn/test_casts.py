@@ -30,7 +30,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_a_model_cast_after_wrapping_trains_in_its_new_dtype(
     name: str, before: int, set_to_none: bool
 ) -> None:
-    def train(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
+    def train_and_cast(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(before + 3):
             if step == before:
@@ -41,11 +41,11 @@ def test_a_model_cast_after_wrapping_trains_in_its_new_dtype(
             optimizer.step()
         return [p.detach() for p in model.parameters()]
 
-    alone = train(net().float(), parts(2).flatten(0, 1))
+    alone = train_and_cast(net().float(), parts(2).flatten(0, 1))
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = lockstep.DistributedDataParallel(net().float(), process_group=group)
-        return train(model, parts(2)[rank])
+        return train_and_cast(model, parts(2)[rank])
 
     first, second = run_ranks(2, body)
     assert all(map(torch.equal, first, second))
@@ -57,7 +57,7 @@ def test_a_model_cast_after_wrapping_trains_in_its_new_dtype(
 
 @pytest.mark.parametrize("before", [0, 2], ids=["at once", "after two steps"])
 def test_a_model_given_another_memory_order_after_wrapping(before: int) -> None:
-    def train(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
+    def gradients_of_both(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
         for step in range(before + 3):
             if step == before:
                 model.to(memory_format=torch.channels_last)
@@ -75,10 +75,12 @@ def test_a_model_given_another_memory_order_after_wrapping(before: int) -> None:
         conv.load_state_dict(start)
         return conv
 
-    alone = train(model(), data.flatten(0, 1))
+    alone = gradients_of_both(model(), data.flatten(0, 1))
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        return train(lockstep.DistributedDataParallel(model(), process_group=group), data[rank])
+        return gradients_of_both(
+            lockstep.DistributedDataParallel(model(), process_group=group), data[rank]
+        )
 
     for gradients in run_ranks(2, body):
         torch.testing.assert_close(gradients, alone, rtol=1e-12, atol=1e-12)

@@ -164,7 +164,9 @@ def test_what_was_frozen_from_the_start_can_be_unfrozen_alone() -> None:
 def test_gradients_added_up_before_a_change_are_not_lost() -> None:
     data = parts(4)
 
-    def train(model: nn.Module, batches: list[torch.Tensor], context) -> list[torch.Tensor]:
+    def train_and_freeze(
+        model: nn.Module, batches: list[torch.Tensor], context
+    ) -> list[torch.Tensor]:
         with context():
             model.middle(batches[0]).square().sum().backward()
         model.branches[0].requires_grad_(False)
@@ -179,14 +181,14 @@ def test_gradients_added_up_before_a_change_are_not_lost() -> None:
         model.branches[1].requires_grad_(False)
         in_place(model, group)
         model.branches[1].requires_grad_(True)
-        return train(
+        return train_and_freeze(
             model, [data[rank], data[rank + 1], data[rank + 2]], lambda: lockstep.no_sync(model)
         )
 
     def alone(rank: int) -> list[torch.Tensor]:
         from contextlib import nullcontext
 
-        return train(net(), [data[rank], data[rank + 1], data[rank + 2]], nullcontext)
+        return train_and_freeze(net(), [data[rank], data[rank + 1], data[rank + 2]], nullcontext)
 
     expected = [(a + b) / 2 for a, b in zip(alone(0), alone(1), strict=True)]
     for gradients in run_ranks(2, body):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from tests.nn import parallel
-from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
+from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, hooked_net
 from tests.nn.parallel import parts
 from tests.ranks import run_ranks
 from tests.same import gradients_of
@@ -38,7 +38,7 @@ def batches(world_size: int) -> torch.Tensor:
 
 def wrapped(group: dist.ProcessGroup, hook: Callable[..., Any] | None = None) -> nn.Module:
     """A model in several buckets, with ``hook``, whose state is the group."""
-    model = OurDDP(net(), process_group=group, bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    model = OurDDP(hooked_net(), process_group=group, bucket_cap_mb=SEVERAL_BUCKETS_MB)
     if hook is not None:
         model.register_comm_hook(group, hook)
     return model
@@ -76,7 +76,7 @@ def test_a_hook_is_called_for_each_bucket_once_in_index_order() -> None:
     steps, state = 4, object()
 
     def body(rank: int, group: dist.ProcessGroup) -> list[tuple[int, bool, tuple[str, ...]]]:
-        model = OurDDP(net(), process_group=group, bucket_cap_mb=SEVERAL_BUCKETS_MB)
+        model = OurDDP(hooked_net(), process_group=group, bucket_cap_mb=SEVERAL_BUCKETS_MB)
         names = {id(p): name for name, p in model.named_parameters()}
         calls = []
 
@@ -104,7 +104,7 @@ def test_a_hook_is_called_for_each_bucket_once_in_index_order() -> None:
 
 def test_a_bucket_has_this_ranks_gradients_undivided() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        alone = net()
+        alone = hooked_net()
         alone(batches(2)[rank]).sum().backward()
         local = {name: p.grad for name, p in alone.named_parameters()}
         seen = set()
@@ -163,7 +163,7 @@ def test_a_buffer_that_was_set_is_the_buckets_from_then_on(wrap: type[nn.Module]
         return done(original.fill_(0).copy_(bucket.buffer()))
 
     def body(world: lockstep.World) -> None:
-        model = wrap(net())
+        model = wrap(hooked_net())
         model.register_comm_hook(None, halve)
         model(batches(2)[world.rank]).sum().backward()
         assert all(gradient.eq(3).all() for gradient in gradients_of(model))
@@ -367,7 +367,7 @@ def test_no_sync_calls_no_hook_and_the_next_backward_reduces_the_sum() -> None:
                 calls.append(bucket.index())
                 return default_hooks.fp16_compress_hook(group, bucket)
 
-            model = wrap(net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+            model = wrap(hooked_net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
             model.register_comm_hook(dist.group.WORLD, counted)
             three_steps(world.rank, model)
             model.zero_grad()

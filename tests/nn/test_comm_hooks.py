@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from tests.counts import pairs
-from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, net
+from tests.nn.hooked import FEATURES, SEVERAL_BUCKETS_MB, OurDDP, hooked_net
 from tests.processes import Processes, processes
 from tests.same import assert_same
 
@@ -138,7 +138,7 @@ def disguised(register: Register) -> Register:
     return registers
 
 
-def train(
+def gradients_by_step(
     wrap: type[nn.Module],
     register: Register | None,
     dtype: torch.dtype,
@@ -147,7 +147,7 @@ def train(
 ) -> list[list[torch.Tensor]]:
     """Some steps on this rank's data: the gradients of each and, last, the parameters."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    model = wrap(net().to(dtype), bucket_cap_mb=bucket_cap_mb)
+    model = wrap(hooked_net().to(dtype), bucket_cap_mb=bucket_cap_mb)
     if register is not None:
         (disguised(register) if wrap is TorchDDP else register)(model, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -169,9 +169,9 @@ def same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> bo
 
 def check_same_as_torchs(register: Register, dtype: torch.dtype, cap: float | None) -> bool:
     """Compare bits with torch's; return whether they are those that there are without a hook."""
-    ours = train(OurDDP, register, dtype, cap)
-    assert same(ours, train(TorchDDP, register, dtype, cap))
-    return same(ours, train(OurDDP, None, dtype, cap))
+    ours = gradients_by_step(OurDDP, register, dtype, cap)
+    assert same(ours, gradients_by_step(TorchDDP, register, dtype, cap))
+    return same(ours, gradients_by_step(OurDDP, None, dtype, cap))
 
 
 CAPS = pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def check_power_sgd_of_several_buckets() -> None:
     # With as many vectors as a matrix has rows nothing is lost.
     state = _power(matrix_approximation_rank=32, min_compression_rate=0.01)
     register = stateful(state, powerSGD_hook.powerSGD_hook)
-    ours = train(OurDDP, register, torch.float64, SEVERAL_BUCKETS_MB)
-    exact = train(OurDDP, None, torch.float64, SEVERAL_BUCKETS_MB)
+    ours = gradients_by_step(OurDDP, register, torch.float64, SEVERAL_BUCKETS_MB)
+    exact = gradients_by_step(OurDDP, None, torch.float64, SEVERAL_BUCKETS_MB)
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
     assert not same(ours, exact)
 
@@ -303,7 +303,7 @@ def train_with_zero(wrap: type[nn.Module], around: Callable[..., Any]) -> list[t
     """Train with an optimizer that steps, for its share of the parameters, during backward."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = wrap(net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    model = wrap(hooked_net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
     )
@@ -323,7 +323,7 @@ def check_zero(shard_buckets: bool) -> None:
     around = functools.partial(hook_with_zero_step, shard_buckets=shard_buckets)
     ours = train_with_zero(OurDDP, around)
     assert all(map(torch.equal, ours, train_with_zero(TorchDDP, around)))
-    assert not all(map(torch.equal, ours, net().parameters()))
+    assert not all(map(torch.equal, ours, hooked_net().parameters()))
 
 
 @pytest.mark.parametrize("shard_buckets", [pytest.param(False, marks=pytest.mark.long), True])
@@ -333,7 +333,7 @@ def test_torchs_hook_of_a_sharded_optimizer(ranks: Processes, shard_buckets: boo
 
 def after_some_steps(register: Register) -> list[torch.Tensor]:
     """Train with a hook on one rank; return the parameters."""
-    model = OurDDP(net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
+    model = OurDDP(hooked_net(), bucket_cap_mb=SEVERAL_BUCKETS_MB)
     register(model, lockstep.init().process_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(2)

@@ -19,7 +19,7 @@ from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
 
 
-def train(model: nn.Module, rank: int, num_steps: int = 2) -> None:
+def train_in_two_groups(model: nn.Module, rank: int, num_steps: int = 2) -> None:
     decayed, plain = list(model.parameters())[::2], list(model.parameters())[1::2]
     optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": plain}], 0.1)
     for _ in range(num_steps):
@@ -35,9 +35,9 @@ COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_load
 def test_a_copy_can_be_made_parallel(copied: Callable[[nn.Module], nn.Module]) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = copied(lockstep.parallelize(net(), process_group=group))  # the first is gone
-        train(model, rank)
+        train_in_two_groups(model, rank)
         model = lockstep.parallelize(model, process_group=group)
-        train(model, rank)
+        train_in_two_groups(model, rank)
         return [p.detach() for p in model.parameters()]
 
     first, second = run_ranks(2, body)

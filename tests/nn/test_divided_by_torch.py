@@ -35,7 +35,7 @@ class Net(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-def net() -> Net:
+def divisible() -> Net:
     model = Net()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,12 +45,12 @@ def net() -> Net:
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(
-        net(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        divisible(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
     )
 
 
 def sharded(mesh: DeviceMesh) -> nn.Module:
-    return fully_shard(net(), mesh=mesh)
+    return fully_shard(divisible(), mesh=mesh)
 
 
 def launch(body: Callable[[lockstep.World, DeviceMesh], Any]) -> list[Any]:
@@ -82,7 +82,7 @@ def test_models_of_dtensors_are_refused_by_name(divide: Callable[[DeviceMesh], n
 def test_a_part_that_one_rank_has_divided_is_named_on_every_rank() -> None:
     def body(world: lockstep.World, mesh: DeviceMesh) -> None:
         kind = errors.AlreadyParallel if world.rank else errors.ModelMismatch
-        model = net()
+        model = divisible()
         if world.rank:
             part = distribute_tensor(model.first.weight, mesh, [Shard(0)], src_data_rank=None)
             model.first.weight = nn.Parameter(part)
@@ -94,7 +94,7 @@ def test_a_part_that_one_rank_has_divided_is_named_on_every_rank() -> None:
 
 def test_what_is_divided_later_is_named() -> None:
     def body(world: lockstep.World, mesh: DeviceMesh) -> None:
-        model = lockstep.parallelize(net())
+        model = lockstep.parallelize(divisible())
         model(torch.ones(1, 4).double()).sum().backward()
         parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
         with pytest.raises(errors.AlreadyParallel, match=SAYS):
@@ -108,7 +108,7 @@ def test_dtensors_may_be_left_out() -> None:
 
     def body(world: lockstep.World, mesh: DeviceMesh) -> None:
         model = parallelize_module(
-            net(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            divisible(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
         )
         model.add_module("head", nn.Linear(2, 1).double())
         names = [name for name, _ in model.named_parameters() if "head" not in name]
@@ -151,7 +151,7 @@ def test_dtensors_are_no_concern_of_one_rank() -> None:
         assert lockstep.parallelize(model, process_group=grid.get_group("data")) is model
         x = torch.arange(8.0).view(2, 4).double()
         lockstep.mean(model(x).sum(1), process_group=grid.get_group("data")).backward()
-        alone = net()
+        alone = divisible()
         alone(x).sum(1).mean().backward()
         assert_same(model.first.weight.grad.full_tensor(), alone.first.weight.grad)
 
@@ -184,7 +184,7 @@ def test_optimizers_of_dtensors_are_not_divided_once_more() -> None:
     launch(body)
 
 
-def train(model: nn.Module, mean: Callable, clip: Callable, batches: Any) -> list[torch.Tensor]:
+def clipped(model: nn.Module, mean: Callable, clip: Callable, batches: Any) -> list[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for x in batches:
         mean(model(x).square().sum(1)).backward()
@@ -200,9 +200,9 @@ def test_what_the_refusal_advises_trains_as_one_process() -> None:
 
     def body(world: lockstep.World, mesh: DeviceMesh) -> list[torch.Tensor]:
         loader = lockstep.DataLoader(data, batch_size=5)  # of the last batch, one rank has nothing
-        return train(sharded(mesh), lockstep.mean, lockstep.clip_grad_norm_, loader)
+        return clipped(sharded(mesh), lockstep.mean, lockstep.clip_grad_norm_, loader)
 
-    alone = train(net(), torch.mean, nn.utils.clip_grad_norm_, data.split(5))
+    alone = clipped(divisible(), torch.mean, nn.utils.clip_grad_norm_, data.split(5))
     for found in launch(body):
         assert_same(found, alone)
 
@@ -211,7 +211,7 @@ def test_torchs_first_fsdp_is_refused() -> None:
     def body(world: lockstep.World, mesh: DeviceMesh) -> None:
         for original in (False, True):
             part = FullyShardedDataParallel(
-                net(), use_orig_params=original, device_id=torch.device("cpu")
+                divisible(), use_orig_params=original, device_id=torch.device("cpu")
             )
             for refuses in (lockstep.parallelize, lockstep.average_gradients):
                 for model, says in ((part, "it"), (nn.Sequential(part), "its part '0'")):

@@ -14,7 +14,9 @@ from lockstep.nn import parallel_state
 from tests.ranks import run_ranks
 
 
-def train(factors: list[float], model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def one_step(
+    factors: list[float], model: nn.Module, group: dist.ProcessGroup | None = None
+) -> None:
     """One step of as many micro-batches, whose losses are multiplied by ``factors``."""
     for number, factor in enumerate(factors, start=1):
         losses = model(torch.ones(number, 2)).square()
@@ -36,7 +38,7 @@ def test_division_by_the_number_of_micro_batches_is_told_once(
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(nn.Linear(2, 1), process_group=group)
         for _ in range(2):
-            train([1 / 3] * 3, model, group)
+            one_step([1 / 3] * 3, model, group)
 
     with caplog.at_level(logging.WARNING):
         run_ranks(num_ranks, body)
@@ -56,6 +58,6 @@ def test_other_factors_are_not_told_of(
 ) -> None:
     monkeypatch.setattr(parallel_state, "_has_warned", False)
     model = lockstep.parallelize(nn.Linear(2, 1))
-    train([1 / 4] * 2, model)
-    train(factors, model)
+    one_step([1 / 4] * 2, model)
+    one_step(factors, model)
     assert not caplog.records

@@ -27,7 +27,7 @@ def mean_of_both(model: nn.Module, size: int, step: int) -> list[torch.Tensor]:
     return gradients(alone)
 
 
-def train(model: nn.Module, rank: int, size: int, steps: int = 3, without=()) -> None:
+def run_backwards(model: nn.Module, rank: int, size: int, steps: int = 3, without=()) -> None:
     for _ in range(steps):
         model.zero_grad()
         model(batch(rank, size), without=without).backward()
@@ -41,7 +41,7 @@ def test_a_backward_that_fails_at_different_places_on_each_rank(
 ) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
         model = layers(size, group)
-        train(model, rank, size, without=left_out if rank else ())
+        run_backwards(model, rank, size, without=left_out if rank else ())
         for step in range(3):
             model.zero_grad()
             with pytest.raises(ArithmeticError):
@@ -65,7 +65,7 @@ def test_a_backward_that_fails_at_different_places_on_each_rank(
 def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Backend) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = layers(4, group)
-        train(model, rank, 4)
+        run_backwards(model, rank, 4)
         for _ in range(2):
             model.zero_grad()
             if rank == 1:
@@ -91,7 +91,7 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others(backend: Ba
 def test_a_gradient_to_which_a_failed_backward_adds_nothing_stays(backend: Backend) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = layers(4, group)
-        train(model, rank, 4, steps=1)
+        run_backwards(model, rank, 4, steps=1)
         held = [p.grad for p in model.parameters()]  # and so it is nowhere else
         values = [gradient.clone() for gradient in held]
         error = ArithmeticError if rank else CollectiveFailed
@@ -171,7 +171,7 @@ def test_a_backward_that_fails_with_a_gradient_from_before() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = layers(4, group)
-        train(model, rank, 4)
+        run_backwards(model, rank, 4)
         model.zero_grad()
         with lockstep.no_sync(model):
             model(batch(rank, 4)).backward()
@@ -227,12 +227,12 @@ def test_a_failed_backward_tells_nothing_of_the_one_before(backend: Backend) -> 
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = layers(4, group)
-        train(model, rank, 4)
+        run_backwards(model, rank, 4)
         model.register_buffer("count", torch.zeros(1))
-        train(model, rank, 4, steps=1)
+        run_backwards(model, rank, 4, steps=1)
         with pytest.raises((ArithmeticError, CollectiveFailed)):
             model(batch(rank, 4), fails_at=2 if rank == 0 else None).backward()
-        train(model, rank, 4)
+        run_backwards(model, rank, 4)
         copies = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
         dist.all_gather(copies, model.layers[0].bias.grad, group=group)
         assert torch.equal(*copies)

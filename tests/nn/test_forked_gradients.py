@@ -26,7 +26,7 @@ def test_a_forked_process_has_gradients_of_its_own(what: Gradient) -> None:
         model = lockstep.parallelize(nn.Linear(2000, 2), process_group=group)
         if what is Gradient.UNSUMMED:
             lockstep.shard_optimizer(torch.optim.SGD(model.parameters()))
-        train(model, rank)
+        run_backward(model, rank)
         gradient = None if what is Gradient.UNSUMMED else model.weight.grad
         if what is Gradient.KEPT:
             model.zero_grad()
@@ -43,7 +43,7 @@ def test_a_forked_process_has_gradients_of_its_own(what: Gradient) -> None:
         for _ in range(3):
             lockstep.reduce(torch.zeros(1), process_group=group)
             model.zero_grad(set_to_none=what is Gradient.KEPT)
-            train(model, 3 * rank)
+            run_backward(model, 3 * rank)
         if rank == 0:
             os.write(go[1], b"1")
             assert os.read(told[0], 1) == b"1"
@@ -55,5 +55,5 @@ def test_a_forked_process_has_gradients_of_its_own(what: Gradient) -> None:
     run_ranks(2, body, backend="shm")
 
 
-def train(model: nn.Module, rank: int) -> None:
+def run_backward(model: nn.Module, rank: int) -> None:
     model(torch.full((1, 2000), 1.0 + rank)).sum().backward()

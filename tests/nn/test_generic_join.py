@@ -15,6 +15,8 @@ import lockstep
 from lockstep.errors import ModelError
 from tests.nn.joining import OurDDP, assert_all_are, batches, by_hand, launch, sgd
 from tests.nn.parallel import net
+from tests.same import values_of
+from tests.training import train
 
 # Of the import of torch.distributed.optim.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -38,7 +40,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(
+def joined(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     joinables: list[Joinable],
@@ -46,11 +48,8 @@ def train(
     **options: Any,
 ) -> list[torch.Tensor]:
     with Join(joinables, **options):
-        for batch in local:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, local)
+    return values_of(model)
 
 
 @LENGTHS
@@ -58,7 +57,7 @@ def train(
 def test_a_model_alone(wrap: type[nn.Module], lengths: tuple[int, ...]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(wrap)
-        return train(model, sgd(model), [model], batches(lengths)[world.rank])
+        return joined(model, sgd(model), [model], batches(lengths)[world.rank])
 
     assert_all_are(launch(body), by_hand(lengths))
 
@@ -75,7 +74,7 @@ def test_a_model_and_a_sharded_optimizer(
         model = wrapped(OurDDP)
         optimizer = sharded(model, kind)
         local, joinables = batches(lengths)[world.rank], [model, optimizer]
-        return train(model, optimizer, joinables, local, divide_by_initial_world_size=initial)
+        return joined(model, optimizer, joinables, local, divide_by_initial_world_size=initial)
 
     assert_all_are(launch(body), by_hand(lengths, initial, optimizer_of=momentum))
 
@@ -122,7 +121,7 @@ def test_two_models_each_with_a_sharded_optimizer(kind: str) -> None:
 def test_no_join_where_it_is_not_enabled(wrap: type[nn.Module]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(wrap)
-        return train(model, sgd(model), [model], batches((3, 3))[world.rank], enable=False)
+        return joined(model, sgd(model), [model], batches((3, 3))[world.rank], enable=False)
 
     assert_all_are(launch(body), by_hand((3, 3)))
 
@@ -149,7 +148,7 @@ def test_after_it_a_rank_may_evaluate_alone(kind: str) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrapped(OurDDP)
         optimizer = sharded(model, kind)
-        train(model, optimizer, [model, optimizer], batches(lengths)[world.rank])
+        joined(model, optimizer, [model, optimizer], batches(lengths)[world.rank])
         if world.rank == 0:
             with torch.no_grad():
                 for _ in range(3):
@@ -171,7 +170,7 @@ def test_the_first_rank_that_is_through_may_end_the_loop_for_all(
         optimizer = sharded(model, kind)
         local, joinables = batches(lengths)[world.rank], [model, optimizer]
         with pytest.raises(RuntimeError, match="exhausted"):
-            train(model, optimizer, joinables, local, throw_on_early_termination=True)
+            joined(model, optimizer, joinables, local, throw_on_early_termination=True)
         return [p.detach() for p in model.parameters()]
 
     assert_all_are(launch(body), by_hand((1, 1), optimizer_of=momentum))
@@ -198,16 +197,13 @@ def test_after_it_was_left_otherwise_a_loop_may_be_joined(left: str) -> None:
         optimizer, local = sgd(model), batches(lengths)[world.rank]
         if left == "early":
             with pytest.raises(RuntimeError, match="exhausted"):
-                train(model, optimizer, [model], local, throw_on_early_termination=True)
+                joined(model, optimizer, [model], local, throw_on_early_termination=True)
         else:
             with pytest.raises(ArithmeticError), Join([model]):
                 raise ArithmeticError
         model.load_state_dict(wrapped(OurDDP).state_dict())
         with model.join():
-            for batch in local:
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
+            train(model, optimizer, local)
         return [p.detach() for p in model.parameters()]
 
     assert_all_are(launch(body), by_hand(lengths))
@@ -218,6 +214,6 @@ def test_an_optimizer_that_ranks_without_data_cannot_follow_is_refused() -> None
         model = wrapped(OurDDP)
         optimizer = lockstep.shard_optimizer(momentum(model))
         with pytest.raises(ModelError, match="ZeroRedundancyOptimizer"):
-            train(model, optimizer, [model], batches((1, 1))[world.rank])
+            joined(model, optimizer, [model], batches((1, 1))[world.rank])
 
     launch(body)

@@ -32,7 +32,7 @@ def our_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return lockstep.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
 
 
-def train(wrap, model, batches, optimizer_of, group) -> list[list[torch.Tensor]]:
+def record_steps(wrap, model, batches, optimizer_of, group) -> list[list[torch.Tensor]]:
     parallel = wrap(copy.deepcopy(model), group)
     optimizer = optimizer_of(parallel.parameters())
     seen = []
@@ -64,8 +64,8 @@ def test_ours_and_torchs_agree(
         with warnings.catch_warnings():
             # torch says so when every parameter was used after all.
             warnings.simplefilter("ignore", UserWarning)
-            theirs = train(torch_ddp, model, batches, OPTIMIZERS[optimizer], group)
-        return train(our_ddp, model, batches, OPTIMIZERS[optimizer], group), theirs
+            theirs = record_steps(torch_ddp, model, batches, OPTIMIZERS[optimizer], group)
+        return record_steps(our_ddp, model, batches, OPTIMIZERS[optimizer], group), theirs
 
     for ours, theirs in run_ranks(world_size, rank_body, backend=backend):
         for mine, other in zip(ours, theirs, strict=True):

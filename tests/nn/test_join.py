@@ -20,20 +20,18 @@ from lockstep.errors import ModelError
 from tests.nn.joining import OurDDP, assert_all_are, batches, by_hand, launch, sgd, steps_of
 from tests.nn.parallel import net
 from tests.ranks import run_ranks
+from tests.same import values_of
+from tests.training import train
 
 WRAPPERS = pytest.mark.parametrize("wrap", [OurDDP, TorchDDP], ids=["ours", "torch"])
 DIVIDE = pytest.mark.parametrize("initial", [True, False], ids=["by all", "by those with data"])
 LENGTHS = pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 0, 1), (1, 1, 1)], ids=str)
 
 
-def train(model: nn.Module, local: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    optimizer = sgd(model)
+def joined(model: nn.Module, local: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
     with model.join(**options):
-        for batch in local:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+        train(model, sgd(model), local)
+    return values_of(model)
 
 
 @LENGTHS
@@ -49,7 +47,7 @@ def test_all_ranks_end_with_the_parameters_of_the_same_steps_by_hand(
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrap(net(), find_unused_parameters=True, bucket_cap_mb=0.0002)
         local = batches(lengths)[world.rank]
-        return train(model, local, divide_by_initial_world_size=initial)
+        return joined(model, local, divide_by_initial_world_size=initial)
 
     assert_all_are(launch(body, len(lengths)), by_hand(lengths, initial))
 
@@ -119,7 +117,7 @@ def test_a_model_that_is_wholly_frozen_by_now_in_a_joined_loop() -> None:
 def test_join_that_is_not_enabled_does_nothing(wrap: type[nn.Module]) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         model = wrap(net(), find_unused_parameters=True)
-        return train(model, batches((3, 3))[world.rank], enable=False)
+        return joined(model, batches((3, 3))[world.rank], enable=False)
 
     assert_all_are(launch(body), by_hand((3, 3), True))
 
@@ -129,7 +127,7 @@ def test_after_a_join_training_and_one_ranks_evaluation_are_as_before() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = OurDDP(net(), process_group=group)
-        train(model, batches(lengths)[rank], divide_by_initial_world_size=False)
+        joined(model, batches(lengths)[rank], divide_by_initial_world_size=False)
         if rank == 0:  # alone
             with torch.no_grad():
                 for _ in range(3):
@@ -279,7 +277,7 @@ def test_a_communication_hook_in_a_joined_loop() -> None:
         for wrap in (OurDDP, TorchDDP):
             model = wrap(net(), find_unused_parameters=True)
             model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-            results.append(train(model, batches((1, 3))[world.rank]))
+            results.append(joined(model, batches((1, 3))[world.rank]))
         return results
 
     for ours, theirs in launch(body):
@@ -368,7 +366,7 @@ def test_sync_batch_norm_in_a_joined_loop(initial: bool, lengths: tuple[int, ...
         model = OurDDP(
             Normalised(lockstep.SyncBatchNorm(5, process_group=group)), process_group=group
         )
-        train(model, batches(lengths)[rank], divide_by_initial_world_size=initial)
+        joined(model, batches(lengths)[rank], divide_by_initial_world_size=initial)
         return [t.detach() for t in model.state_dict().values()]
 
     model = Normalised(nn.BatchNorm1d(5))
@@ -420,7 +418,7 @@ def test_buffers_follow_a_rank_that_still_has_data() -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = OurDDP(Normalised(nn.BatchNorm1d(5)), process_group=group)
-        train(model, batches(lengths)[rank])
+        joined(model, batches(lengths)[rank])
         return [model.norm.running_mean, model.norm.running_var, model.norm.num_batches_tracked]
 
     # Rank 0's until it is through, and then those of the first that isn't.

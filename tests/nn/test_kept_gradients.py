@@ -90,7 +90,7 @@ class Program:
                 parameter.grad = part.zero_().view_as(parameter)
 
 
-def train(
+def run_program(
     model: nn.Module,
     seed: int,
     losses: Callable[[int, int | None], torch.Tensor],
@@ -111,13 +111,13 @@ def train(
 def check(wrap: Wrap, backend: str, seed: int) -> None:
     model, data = net(), torch.stack([parts(2) + step for step in range(7)])
     oracle = copy.deepcopy(model)
-    expected = train(
+    expected = run_program(
         oracle, seed, lambda step, b: oracle(data[step].flatten(0, 1), b).square().mean()
     )
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         mine = wrap(copy.deepcopy(model), group)
-        kept = train(
+        kept = run_program(
             mine,
             seed,
             lambda step, branch: mine(data[step][rank], branch).square().mean(),

@@ -20,7 +20,7 @@ def scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
 
-def train(rank: int, optimizer: Any, model: nn.Module, extra: nn.Parameter, how: str) -> list[Any]:
+def scales(rank: int, optimizer: Any, model: nn.Module, extra: nn.Parameter, how: str) -> list[Any]:
     """Let a gradient of one rank's own parameter overflow; return scales and skipped steps."""
     amp, found = scaler(), []
     for step in range(5):
@@ -55,7 +55,7 @@ def test_a_parameter_of_one_rank_alone_lets_all_ranks_skip(sharded: bool, how: s
         extra = nn.Parameter(torch.tensor(1.0))
         optimizer = SGD([*model.parameters(), *[extra] * (world.rank == 1)], 0.1)
         optimizer = lockstep.shard_optimizer(optimizer) if sharded else optimizer
-        assert train(world.rank, optimizer, model, extra, how) == EXPECTED
+        assert scales(world.rank, optimizer, model, extra, how) == EXPECTED
         return values(model)
 
     first, second = lockstep.launch(body, nprocs=2, ranks="threads")

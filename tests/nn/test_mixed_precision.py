@@ -119,7 +119,7 @@ def test_nothing_is_changed_where_nothing_is_asked_for() -> None:
 
 @LOW
 def test_training_in_low_precision_keeps_ranks_in_step(low: torch.dtype) -> None:
-    def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    def train_in_lower_precision(model: nn.Module, rank: int) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(4):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -129,7 +129,7 @@ def test_training_in_low_precision_keeps_ranks_in_step(low: torch.dtype) -> None
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = wrapped(group, low, low)
-        train(model, rank)
+        train_in_lower_precision(model, rank)
         assert all(value.dtype is torch.float32 for value in model.state_dict().values())
         return [p.detach() for p in model.parameters()]
 

@@ -52,7 +52,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return x.requires_grad_()
 
 
-def train(
+def record_steps(
     models: Models, ranks: Sequence[int], loss_of: LossOf, num_steps: int, *, one_optimizer: bool
 ) -> list[list[torch.Tensor | None]]:
     """The gradients of each step of these ranks, after the optimizers have stepped."""
@@ -153,11 +153,11 @@ def test_ranks_have_the_gradients_of_one_process(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         models = [Layers(one) for one in hidden]
-    expected = train(copy.deepcopy(models), [0, 1], loss_of, 4, one_optimizer=one_optimizer)
+    expected = record_steps(copy.deepcopy(models), [0, 1], loss_of, 4, one_optimizer=one_optimizer)
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         mine = [in_place(copy.deepcopy(m), group, bucket_cap_mb=1e-7) for m in models]
-        found = train(mine, [rank], loss_of, 4, one_optimizer=one_optimizer)
+        found = record_steps(mine, [rank], loss_of, 4, one_optimizer=one_optimizer)
         for got, theirs in zip(found, expected, strict=True):
             assert_close(got, theirs)
 

@@ -62,7 +62,7 @@ class Trainer:
             self.bare.parameters(), LEARNING_RATE, momentum=self.setting.momentum
         )
 
-    def train(self, steps: Sequence[Step]) -> list[Seen]:
+    def run(self, steps: Sequence[Step]) -> list[Seen]:
         for number, step in enumerate(steps):
             if step.has_new_optimizer:
                 self.optimizer = self.new_optimizer()
@@ -240,10 +240,10 @@ def values_of(
 def check_training(plan: Training, timeout_seconds: float = GROUP_TIMEOUT_SECONDS) -> None:
     """Assert that ranks have the gradients and parameters of one process throughout ``plan``."""
     setting, model = plan.setting, first_model(plan.setting)
-    oracle = Trainer(setting, copy.deepcopy(model)).train(plan.steps)
+    oracle = Trainer(setting, copy.deepcopy(model)).run(plan.steps)
 
     def body(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-        return RankTrainer(setting, copy.deepcopy(model), rank, group).train(plan.steps)
+        return RankTrainer(setting, copy.deepcopy(model), rank, group).run(plan.steps)
 
     ranks = run_ranks(setting.world_size, body, group_timeout_seconds=timeout_seconds)
     compare(setting, ranks, oracle, 1e-10)

@@ -44,7 +44,7 @@ class Trainer:
             for part in trained
         ]
 
-    def train(self) -> list[Seen]:
+    def run(self) -> list[Seen]:
         for number, step in enumerate(self.plan.steps):
             for optimizer in self.optimizers if step.zero is not None else ():
                 optimizer.zero_grad(set_to_none=step.zero is True)
@@ -135,10 +135,10 @@ class RankTrainer(Trainer):
 def check_several(plan: Plan) -> None:
     """Assert that ranks have the gradients and parameters of one process throughout ``plan``."""
     models = [first_model(setting) for setting in plan.settings]
-    oracle = Trainer(plan, copy.deepcopy(models)).train()
+    oracle = Trainer(plan, copy.deepcopy(models)).run()
 
     def body(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-        return RankTrainer(plan, copy.deepcopy(models), rank, group).train()
+        return RankTrainer(plan, copy.deepcopy(models), rank, group).run()
 
     ranks = run_ranks(plan.world_size, body, group_timeout_seconds=GROUP_TIMEOUT_SECONDS)
     compare(plan.settings[0], ranks, oracle, 1e-12 if plan.is_of_means else 1e-10)

@@ -84,7 +84,7 @@ def test_two_models_in_one_backward_launch_in_one_order(backend: Backend, has_ta
 def test_a_generator_and_its_critic_in_turn(parallel) -> None:
     data = parts(2, rows=6)
 
-    def train(generator, critic, x: torch.Tensor, average) -> list[torch.Tensor | None]:
+    def train_adversaries(generator, critic, x: torch.Tensor, average) -> list[torch.Tensor | None]:
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
         for _ in range(4):
             fake = generator(x).detach()
@@ -101,13 +101,13 @@ def test_a_generator_and_its_critic_in_turn(parallel) -> None:
     torch.manual_seed(2)
     generator = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    oracle = train(
+    oracle = train_adversaries(
         copy.deepcopy(generator), copy.deepcopy(critic), data.flatten(0, 1), lambda _: None
     )
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
         models = [parallel(copy.deepcopy(m), group) for m in (generator, critic)]
-        return train(*models, data[rank], lambda _: None)
+        return train_adversaries(*models, data[rank], lambda _: None)
 
     for mine in run_ranks(2, body):
         assert_close(mine, oracle)
@@ -285,7 +285,7 @@ def test_a_copys_state_may_be_assigned_on_one_rank_alone() -> None:
 def test_a_rank_whose_loss_touches_nothing_has_the_others_gradients_when_it_steps(parallel) -> None:
     data = parts(3)
 
-    def train(model: nn.Module, batches: list[torch.Tensor | None], share: float) -> list:
+    def train_or_idle(model: nn.Module, batches: list[torch.Tensor | None], share: float) -> list:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for batch in batches:
             optimizer.zero_grad()
@@ -298,11 +298,11 @@ def test_a_rank_whose_loss_touches_nothing_has_the_others_gradients_when_it_step
 
     idle = [1, 0, None, 2, 1, 1]  # who has nothing, in each step
     one = [torch.cat([part for rank, part in enumerate(data) if rank != nobody]) for nobody in idle]
-    oracle = train(net(), one, 1 / 3)
+    oracle = train_or_idle(net(), one, 1 / 3)
 
     def body(rank: int, group: dist.ProcessGroup) -> list:
         model = parallel(net(), group)
-        return train(model, [None if rank == nobody else data[rank] for nobody in idle], 1)
+        return train_or_idle(model, [None if rank == nobody else data[rank] for nobody in idle], 1)
 
     for mine in run_ranks(3, body):
         assert_close(mine, oracle)
@@ -342,7 +342,7 @@ def test_ranks_may_reach_different_models_in_one_backward(backend: Backend) -> N
     """Rank 1 leaves a model out in some steps, and has its forwards in another order."""
     data = parts(2)
 
-    def train(rank: int, first: nn.Module, second: nn.Module, turn: int) -> None:
+    def run_backward(rank: int, first: nn.Module, second: nn.Module, turn: int) -> None:
         models = [first, second] if rank == 0 else [second, first]
         outputs = {model: model(data[rank]) for model in models}
         loss = outputs[second].square().sum()
@@ -356,7 +356,7 @@ def test_ranks_may_reach_different_models_in_one_backward(backend: Backend) -> N
     def expected(turn: int) -> list[torch.Tensor]:
         copies = [copy.deepcopy(layers) for _ in range(2)]
         for rank, (first, second) in enumerate(copies):
-            train(rank, first, second, turn)
+            run_backward(rank, first, second, turn)
         by_rank = [gradients_of(*models) for models in copies]
         return [(a if b is None else a + b) / 2 for a, b in zip(*by_rank, strict=True)]
 
@@ -366,7 +366,7 @@ def test_ranks_may_reach_different_models_in_one_backward(backend: Backend) -> N
         for turn in range(6):
             first.zero_grad()
             second.zero_grad()
-            train(rank, first, second, turn)
+            run_backward(rank, first, second, turn)
             for optimizer in optimizers:
                 optimizer.step()
             assert_close(gradients_of(first, second), expected(turn))

@@ -14,6 +14,7 @@ import lockstep
 from lockstep.grad import GradBucket
 from tests.nn.parallel import BOTH, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
+from tests.same import assert_same
 
 # Older torch says so once.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -66,11 +67,6 @@ def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def assert_same(mine: Tagger, theirs: Tagger) -> None:
-    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=name)
-
-
 @KINDS
 @BOTH
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -95,7 +91,7 @@ def test_ranks_train_as_one_process_does(parallel, kind: str, backend: Backend) 
             train(words, letters if (step + rank) % 3 else None).square().mean().backward()
             assert model.words.weight.grad.is_sparse
             step_all(steps)
-        assert_same(model, one)
+        assert_same(model.parameters(), one.parameters(), 1e-10)
 
     run_ranks(world_size, body, backend=backend)
 

@@ -28,7 +28,7 @@ from tests.same import assert_same
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-def train(norm: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def passes_of(norm: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     """What comes of a forward and a backward for each part, one after the other."""
     outputs, gradients = [], []
     for part in parts:
@@ -53,10 +53,10 @@ def assert_norm_is_that_of_one_process(
 
     def body(rank: int, group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
         norm = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), group)
-        return train(norm, [parts[rank] for parts in wholes])
+        return passes_of(norm, [parts[rank] for parts in wholes])
 
     ranks = run_ranks(len(wholes[0]), body, backend=backend)
-    expected = train(oracle, [torch.cat(parts) for parts in wholes])
+    expected = passes_of(oracle, [torch.cat(parts) for parts in wholes])
     for what in ("outputs", "input gradients"):
         for index, whole in enumerate(expected[what]):
             together = torch.cat([rank[what][index] for rank in ranks])

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from tests.nn.parallel import net, parts
 from tests.ranks import run_ranks
-from tests.same import assert_same, gradients_of
+from tests.same import assert_same, gradients_of, values_of
+from tests.training import train
 
 OurDDP = lockstep.DistributedDataParallel
 WHOLE = parts(2).flatten(0, 1)
@@ -101,7 +102,7 @@ def test_a_gradient_scaler_skips_the_step_of_every_rank() -> None:
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_clipped_by_their_norm(set_to_none: bool, foreach: bool) -> None:
-    def train(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
+    def train_clipped(model: nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         norms = []
         for _ in range(3):
@@ -112,10 +113,10 @@ def test_gradients_are_clipped_by_their_norm(set_to_none: bool, foreach: bool) -
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
         return [*norms, *[p.detach() for p in model.parameters()], *gradients(model)]
 
-    alone = train(net(), WHOLE)
+    alone = train_clipped(net(), WHOLE)
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        return train(OurDDP(net(), process_group=group), parts(2)[rank])
+        return train_clipped(OurDDP(net(), process_group=group), parts(2)[rank])
 
     for mine in run_ranks(2, body):
         assert_same(mine, alone)
@@ -127,7 +128,7 @@ def test_a_moving_average_of_the_model(of: str, keepers: tuple[int, ...]) -> Non
     def build() -> nn.Module:
         return nn.ModuleDict({"net": net(), "norm": nn.BatchNorm1d(3).double()})
 
-    def train(
+    def train_averaged(
         model: nn.Module, inner: nn.Module, average: nn.Module | None, data: torch.Tensor
     ) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,14 +144,14 @@ def test_a_moving_average_of_the_model(of: str, keepers: tuple[int, ...]) -> Non
 
     alone = build()
     expected = averaged(alone)
-    train(alone, alone, expected, WHOLE)
+    train_averaged(alone, alone, expected, WHOLE)
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         inner = build()
         model = OurDDP(inner, process_group=group)
         source = model if of == "the wrapper" else inner
         average = averaged(source) if rank in keepers else None
-        train(source, inner, average, parts(2)[rank])
+        train_averaged(source, inner, average, parts(2)[rank])
         if average is not None:
             assert_same(list(average.parameters()), list(expected.parameters()))
             kept = average.module
@@ -166,22 +167,15 @@ def test_a_moving_average_of_the_model(of: str, keepers: tuple[int, ...]) -> Non
 def test_an_optimizer_whose_state_is_shared_out() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def train(
-        model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor
-    ) -> list[torch.Tensor]:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
     alone = net()
-    expected = train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), WHOLE)
+    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), [WHOLE] * 4)
+    expected = values_of(alone)
 
     def body(world: lockstep.World) -> None:
         model = OurDDP(net())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        assert_same(train(model, optimizer, parts(2)[world.rank]), expected)
+        train(model, optimizer, [parts(2)[world.rank]] * 4)
+        assert_same(values_of(model), expected)
         num_local = sum(len(group["params"]) for group in optimizer.optim.param_groups)
         assert num_local < len(expected)
         optimizer.consolidate_state_dict(to=0)

@@ -34,7 +34,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     lockstep.log_to(lines=False)
 
 
-def train(at: Mapping[int, Callable[[], object]] | None = None) -> None:
+def train_and_log(at: Mapping[int, Callable[[], object]] | None = None) -> None:
     """Take steps, before some of which something happens, and log them."""
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter])
@@ -84,11 +84,11 @@ def test_a_trace_that_fails_is_told_of_once(
     """At its start, in its midst (but for what has been opened) and at its end."""
     folder = tmp_path / "deep" / "trace"
     with failing(tmp_path, name, call), lockstep.trace(folder):
-        train()
+        train_and_log()
     told(caplog, "rank 0's trace", str(folder), os.strerror(getattr(errno, name)))
     assert not [*folder.glob("*.tmp")]
     with lockstep.trace(folder):  # and nothing is left that hinders another one
-        train()
+        train_and_log()
     assert len(read_folder(folder)[0].step_ends) == NUM_STEPS
 
 
@@ -106,7 +106,7 @@ def test_a_trace_keeps_what_it_had_before_a_fault(
 
     try:
         with lockstep.trace(tmp_path):
-            train({6: limit})
+            train_and_log({6: limit})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     told(caplog, "rank 0's trace", os.strerror(errno.EFBIG))
@@ -118,7 +118,7 @@ def test_a_folder_of_a_trace_may_be_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lockstep.trace(tmp_path / "trace"):
-        train({5: lambda: shutil.rmtree(tmp_path / "trace")})
+        train_and_log({5: lambda: shutil.rmtree(tmp_path / "trace")})
     told(caplog, "JSON", os.strerror(errno.ENOENT))
 
 
@@ -139,7 +139,7 @@ def test_what_stands_in_place_of_a_trace_is_left_alone(
         "device": lambda: os.mknod(path, 0o020666, os.makedev(1, 7)),
     }[kind]()
     with lockstep.trace(tmp_path):
-        train()
+        train_and_log()
     told(caplog, "rank 0's trace")
     assert other.read_text() == "of somebody else\n"
 
@@ -164,7 +164,7 @@ def test_a_log_that_cannot_be_continued_is_told_of_once(
     _is_no_csv(path, kind)
     before = path.stat().st_size
     lockstep.log_to(path, lines=False)
-    train()
+    train_and_log()
     lockstep.log_to(lines=False)
     told(caplog, str(path))
     assert path.stat().st_size == before
@@ -206,7 +206,7 @@ def test_a_log_that_fails_is_told_of_once(
         descriptor = sink._file.fileno()
         with open("/dev/full", "w") as full:
             os.dup2(full.fileno(), descriptor)
-    train()
+    train_and_log()
     lockstep.log_to(lines=False)
     told(caplog, "log_to()", "_unreachable" if place == "function" else str(path))
     assert len([*csv.reader(whole.read_text().splitlines())]) == 1 + NUM_STEPS
@@ -222,7 +222,7 @@ def test_a_log_that_cannot_be_opened_is_told_of_once(
     path = tmp_path / "deep" / place
     with failing(tmp_path, name, call):
         lockstep.log_to(path, lines=False)
-        train()
+        train_and_log()
         lockstep.log_to(lines=False)
     if call == "replace" and place == "log.jsonl":  # which isn't called
         assert not caplog.records
@@ -278,17 +278,17 @@ def test_a_full_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
         lockstep.log_to()
-        train()
+        train_and_log()
         logger._logger._unprinted.clear()
 
 
 SCRIPT = """
 import lockstep
-from tests.observe.test_faults import train
+from tests.observe.test_faults import train_and_log
 lockstep.init()
 lockstep.log_to("full/log.csv", "full/log.jsonl")
 for _ in range(10):
-    train()
+    train_and_log()
 print("x" * 50_000)
 print("trained")
 """

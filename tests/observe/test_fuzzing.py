@@ -43,7 +43,7 @@ def mutations(num_short: int) -> pytest.MarkDecorator:
     )
 
 
-def train(world: lockstep.World, folder: Path) -> None:
+def train_in_a_trace(world: lockstep.World, folder: Path) -> None:
     group = world.process_group
     model = lockstep.parallelize(torch.nn.Linear(4, 1), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -59,7 +59,7 @@ def train(world: lockstep.World, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trace")
-    lockstep.launch(train, 2, (folder,), ranks="threads")
+    lockstep.launch(train_in_a_trace, 2, (folder,), ranks="threads")
     return folder
 
 

@@ -33,7 +33,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_is_recorded_with_steps_that_count_up(tmp_path: Path) -> None:
     got: list[tuple[int, Mapping[str, float]]] = []
 
-    def train(world: lockstep.World) -> None:
+    def body(world: lockstep.World) -> None:
         if world.rank == 0:
             lockstep.log_to(lambda step, values: got.append((step, values)), lines=False)
         lockstep.reduce(1.0)
@@ -42,7 +42,7 @@ def test_rank_0_is_recorded_with_steps_that_count_up(tmp_path: Path) -> None:
         lockstep.log(loss=3, step=10)
         lockstep.log(loss=4)
 
-    lockstep.launch(train, 2, ranks="threads")
+    lockstep.launch(body, 2, ranks="threads")
     both = {"val/loss": 0.5, "accuracy": 0.25}
     assert got == [(0, {"loss": 0.0}), (1, both), (10, {"loss": 3.0}), (11, {"loss": 4.0})]
 

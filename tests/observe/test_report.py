@@ -22,14 +22,14 @@ from lockstep.observe.analysis import PHASES, Late, late_rank, step_times, summa
 from lockstep.observe.records import LoaderUse
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
-from tests.observe.traced import MS, Slow, rank_of, train, two_ranks
+from tests.observe.traced import MS, Slow, rank_of, train_slowly, two_ranks
 
 PLACES = ("data", "forward", "backward", "collectives")
 
 
 def check_named(folder: Path, place: str, num_ranks: int, rank: int, seconds: float) -> None:
     slow = Slow(place, rank, seconds)
-    lockstep.launch(train, num_ranks, (folder, slow), ranks="threads")
+    lockstep.launch(train_slowly, num_ranks, (folder, slow), ranks="threads")
     ranks = read_folder(folder)
     steps = step_times(ranks)
     late = late_rank(steps)
@@ -203,7 +203,7 @@ def test_waits_in_different_operations_are_counted() -> None:
 def test_the_command_prints_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.05)), ranks="threads")
+    lockstep.launch(train_slowly, 2, (tmp_path, Slow("data", 1, 0.05)), ranks="threads")
     (tmp_path / "trace.json").unlink()
     monkeypatch.setattr(sys, "argv", ["lockstep", "report", str(tmp_path)])
     cli.main()

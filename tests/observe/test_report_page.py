@@ -25,7 +25,7 @@ from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans, StepEnd
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
-from tests.observe.traced import MS, Slow, rank_of, train, two_ranks
+from tests.observe.traced import MS, Slow, rank_of, train_slowly, two_ranks
 
 
 def drawn_in(html: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def unpacked(text: str) -> list[int]:
 
 
 def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
-    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
+    lockstep.launch(train_slowly, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
     report(str(tmp_path))
     html = (tmp_path / "report.html").read_text()
     data, ranks = drawn_in(html), read_folder(tmp_path)
@@ -185,7 +185,7 @@ def test_scaling_says_what_it_assumes() -> None:
 
 
 def test_the_report_has_all_sections(tmp_path: Path, capsys: Any) -> None:
-    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
+    lockstep.launch(train_slowly, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
     report(str(tmp_path), network="20,25")
     html, told = (tmp_path / "report.html").read_text(), capsys.readouterr().out
     for title in ("Who waits for whom", "Memory", "Scaling"):
@@ -218,7 +218,7 @@ def test_a_network_that_is_not_known_is_refused(
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium isn't installed")
 def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
-    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
+    lockstep.launch(train_slowly, 2, (tmp_path, Slow("data", 1, 0.01)), ranks="threads")
     report(str(tmp_path))
     options = ("--headless", "--no-sandbox", "--virtual-time-budget=5000", "--dump-dom")
     url = (tmp_path / "report.html").as_uri()
@@ -231,7 +231,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
 def test_the_page_is_there_although_the_reader_reads_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lockstep.launch(train, 2, (tmp_path, Slow("data", 1, 0.0)), ranks="threads")
+    lockstep.launch(train_slowly, 2, (tmp_path, Slow("data", 1, 0.0)), ranks="threads")
 
     def fail(*_: object, **options: object) -> None:
         raise BrokenPipeError

@@ -36,13 +36,13 @@ NUM_STEPS, CAP_MB = 6, 0.02
 SCRIPT = """
 import sys, torch, lockstep
 from torch import nn
-from tests.observe.test_trace import train
+from tests.observe.test_trace import num_buckets
 world = lockstep.init()
-train(world, torch_loader="torch" in sys.argv, dies="die" in sys.argv)
+num_buckets(world, torch_loader="torch" in sys.argv, dies="die" in sys.argv)
 """
 
 
-def train(world: lockstep.World, *, torch_loader: bool = False, dies: bool = False) -> int:
+def num_buckets(world: lockstep.World, *, torch_loader: bool = False, dies: bool = False) -> int:
     """Take some steps, and return the number of buckets."""
     model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
     model = lockstep.parallelize(model, bucket_cap_mb=CAP_MB, process_group=world.process_group)
@@ -67,7 +67,7 @@ def train(world: lockstep.World, *, torch_loader: bool = False, dies: bool = Fal
 
 def traced_threads(world: lockstep.World, folder: Path, steps: Any = None) -> None:
     with lockstep.trace(folder, steps=steps):
-        train(world)
+        num_buckets(world)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def check_nested(times: list[tuple[int, int]]) -> None:
 def test_every_span_of_every_rank_is_there(tmp_path: Path, num_ranks: int) -> None:
     if num_ranks == 1:
         with lockstep.trace(tmp_path):
-            train(lockstep.init(device="cpu"))
+            num_buckets(lockstep.init(device="cpu"))
         [found] = read_folder(tmp_path)
         assert {s.name for s in found.spans} == {*ORDER}
         assert not found.buckets

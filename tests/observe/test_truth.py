@@ -59,7 +59,7 @@ class Setting:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self, x: torch.Tensor) -> None:
+    def take_step(self, x: torch.Tensor) -> None:
         self.backward(x)
         self.step()
 
@@ -67,7 +67,7 @@ class Setting:
 def plain(world: lockstep.World) -> Truth:
     job = Setting(world)
     for (x,) in job.loader:
-        job.train(x)
+        job.take_step(x)
     return Truth(STEPS, BATCH, job.bytes)
 
 
@@ -108,7 +108,7 @@ def evaluating(kind: str, num_batches: int) -> Callable[[lockstep.World], Truth]
         job = Setting(world)
         held_out = job.loader_of(num_batches, 33)
         for index, (x,) in enumerate(job.loader):
-            job.train(x)
+            job.take_step(x)
             if index % 2:
                 evaluate(job, held_out, kind)
         return Truth(STEPS, BATCH, job.bytes, evaluates=True)
@@ -120,7 +120,7 @@ def evaluating_on_its_own_data(world: lockstep.World) -> Truth:
     job = Setting(world)
     for _ in range(2):
         for (x,) in job.loader:
-            job.train(x)
+            job.take_step(x)
         evaluate(job, job.loader, "around")
     return Truth(2 * STEPS, BATCH, job.bytes, evaluates=True)
 
@@ -128,18 +128,18 @@ def evaluating_on_its_own_data(world: lockstep.World) -> Truth:
 def adversaries(world: lockstep.World) -> Truth:
     job, other = Setting(world), Setting(world)
     for (x,) in job.loader:
-        other.train(x)
-        job.train(x)
+        other.take_step(x)
+        job.take_step(x)
     return Truth(STEPS, BATCH, 2 * job.bytes)
 
 
 def in_stages(world: lockstep.World) -> Truth:
     job = Setting(world)
     for (x,) in job.loader:
-        job.train(x)
+        job.take_step(x)
     first, job.optimizer = job.optimizer, torch.optim.SGD(job.model.parameters(), lr=0.02)
     for (x,) in job.loader:
-        job.train(x)
+        job.take_step(x)
     assert first.state is not None  # it is still there
     # Until the second one has stepped three times, it might be one of two that take turns.
     return Truth(2 * STEPS - 2, None, job.bytes)
@@ -177,21 +177,21 @@ def failing(world: lockstep.World) -> Truth:
     job = Setting(world)
     for index, (x,) in enumerate(job.loader):
         if index % 3 != 1:  # the others are left out before their forward
-            job.train(x)
+            job.take_step(x)
     return Truth(STEPS - STEPS // 3, BATCH, job.bytes)
 
 
 def without_loader(world: lockstep.World) -> Truth:
     job = Setting(world)
     for index in range(STEPS):
-        job.train(torch.full((3, IN), float(index + world.rank)))
+        job.take_step(torch.full((3, IN), float(index + world.rank)))
     return Truth(STEPS, None, job.bytes)
 
 
 def evaluating_on_tensors(world: lockstep.World) -> Truth:
     job, held_out = Setting(world), torch.ones(50, IN)
     for index in range(STEPS):
-        job.train(torch.full((3, IN), float(index + world.rank)))
+        job.take_step(torch.full((3, IN), float(index + world.rank)))
         if index % 2 == 0:
             job.model.eval()
             with torch.no_grad():
@@ -207,7 +207,7 @@ def without_gradients_but_no_evaluation(world: lockstep.World) -> Truth:
         with torch.no_grad():
             teacher(x)
             job.model(x)
-        job.train(x)
+        job.take_step(x)
         with torch.no_grad():
             for mean, parameter in zip(average.parameters(), job.model.parameters(), strict=True):
                 mean.lerp_(parameter, 0.1)
@@ -219,7 +219,7 @@ def with_loaders_for_each_epoch(world: lockstep.World) -> Truth:
     job.loader = None
     for _ in range(3):
         for (x,) in job.loader_of(STEPS):
-            job.train(x)
+            job.take_step(x)
         evaluate(job, job.loader_of(2), "within")
     return Truth(3 * STEPS, BATCH, job.bytes, evaluates=True)
 

@@ -54,7 +54,7 @@ class Net(nn.Module):
         return self.second(hidden)  # type: ignore[no-any-return]
 
 
-def train(world: lockstep.World, folder: Path, slow: Slow) -> None:
+def train_slowly(world: lockstep.World, folder: Path, slow: Slow) -> None:
     def hook(state: object, bucket: Any) -> Any:
         slow.at("collectives", world)
         return allreduce_hook(world.process_group, bucket)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import lockstep
 from tests.nn.models import Digits
 from tests.ranks import run_ranks
+from tests.training import mean_of_squares, train
 
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "shm"])
 
@@ -24,11 +25,14 @@ def adamw(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def losses(model: nn.Module, rank: int, steps: int, first: int = 0) -> Iterator[torch.Tensor]:
+def samples(model: nn.Module, rank: int, steps: int, first: int = 0) -> Iterator[torch.Tensor]:
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(rank + 10 * step)
-        x = torch.randn(2, *model.sample, generator=generator).to(next(model.parameters()).dtype)
-        yield model(x).square().mean()
+        yield torch.randn(2, *model.sample, generator=generator).to(next(model.parameters()).dtype)
+
+
+def losses(model: nn.Module, rank: int, steps: int, first: int = 0) -> Iterator[torch.Tensor]:
+    return (mean_of_squares(model, x) for x in samples(model, rank, steps, first))
 
 
 # A program trains a model on one rank: with the optimizer that `shard` returns of its own.
@@ -59,13 +63,10 @@ def check_same_bits(
     run_ranks(size, body, backend=backend)
 
 
-def train(
+def take_steps(
     model: nn.Module, optimizer: Optimizer, rank: int, steps: int = 3, first: int = 0
 ) -> None:
-    for loss in losses(model, rank, steps, first):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, samples(model, rank, steps, first))
 
 
 def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -80,11 +81,5 @@ def trained(
     optimizer = make(model.parameters())
     if sharded:
         assert lockstep.shard_optimizer(optimizer) is optimizer
-    for step in range(steps):
-        x = torch.randn(
-            3, *first.sample, generator=torch.Generator().manual_seed(group.rank() + 10 * step)
-        )
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, group.rank(), steps)
     return model, optimizer

@@ -16,7 +16,7 @@ from tests.optim.programs import adamw, losses
 from tests.ranks import run_ranks
 
 
-def train(group: dist.ProcessGroup, first: Any, rank: int, *, sharded: bool, **how: Any) -> Any:
+def clipped(group: dist.ProcessGroup, first: Any, rank: int, *, sharded: bool, **how: Any) -> Any:
     model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
     optimizer = adamw(model.parameters())
     clip = torch.nn.utils.clip_grad_norm_
@@ -43,8 +43,8 @@ def test_it_clips_as_torchs_does(norm_type: float, backend: str) -> None:
     first = Digits().double()
 
     def body(rank: int, group: dist.ProcessGroup) -> Any:
-        expected, plain = train(group, first, rank, sharded=False, norm_type=norm_type)
-        norms, model = train(group, first, rank, sharded=True, norm_type=norm_type)
+        expected, plain = clipped(group, first, rank, sharded=False, norm_type=norm_type)
+        norms, model = clipped(group, first, rank, sharded=True, norm_type=norm_type)
         torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

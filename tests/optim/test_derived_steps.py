@@ -16,7 +16,7 @@ from lockstep.optim.known import known_base
 from lockstep.optim.probe import Outcome, Verdict, probe
 from tests.counts import pairs
 from tests.nn.models import Digits
-from tests.optim.programs import check_same_bits, losses, train
+from tests.optim.programs import check_same_bits, losses, take_steps
 from tests.ranks import run_ranks
 
 
@@ -256,7 +256,7 @@ def test_what_is_noted_of_all_parameters_is_a_reason_to_leave_it_undivided() -> 
 def test_what_is_noted_is_that_of_one_process(kind: Any) -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> Any:
         optimizer = shard(kind(model.parameters(), lr=0.1, momentum=0.9))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         found = optimizer.state_dict()
         for entry in found["state"].values():
             entry.update({name: value.tolist() for name, value in entry.items()})

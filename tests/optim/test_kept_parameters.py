@@ -54,7 +54,7 @@ def share_memory(parameters: list[nn.Parameter], step: int, kept: Values) -> Non
         kept.append(parameters[0].data.share_memory_())
 
 
-def train(
+def train_with_changes(
     model: nn.Module, x: torch.Tensor, change: Callable, shard: Callable[[torch.optim.SGD], object]
 ) -> Values:
     parameters, kept, seen = list(model.parameters()), [], []
@@ -79,11 +79,11 @@ BACKENDS = ["threads", "shm", "gloo"]
 def test_tensors_with_memory_of_parameters_are_as_in_one_process(
     change: Callable, backend: str
 ) -> None:
-    expected = train(net(), parts(2).flatten(0, 1), change, lambda optimizer: None)
+    expected = train_with_changes(net(), parts(2).flatten(0, 1), change, lambda optimizer: None)
 
     def body(rank: int, group: dist.ProcessGroup) -> Values:
         model = lockstep.parallelize(copy.deepcopy(net()), process_group=group)
-        return train(
+        return train_with_changes(
             model,
             parts(2)[rank],
             change,

@@ -16,7 +16,7 @@ import lockstep
 from tests.checkpoint.training import same
 from tests.nn.models import Digits
 from tests.optim.optimizers import Plain
-from tests.optim.programs import check_same_bits, train
+from tests.optim.programs import check_same_bits, take_steps
 from tests.ranks import run_ranks
 
 
@@ -77,11 +77,11 @@ KINDS = [Collections, EightBit]
 def resuming(kind: Any) -> Any:
     def program(model: nn.Module, shard: Any, rank: int) -> Same:
         optimizer = shard(kind(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         states = [copy.deepcopy(optimizer.state_dict()["state"])]
         optimizer.load_state_dict(optimizer.state_dict())
         states.append(copy.deepcopy(optimizer.state_dict()["state"]))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         return Same([*states, optimizer.state_dict()["state"]])
 
     return program
@@ -97,7 +97,7 @@ def test_a_checkpoint_has_state_of_any_kind(kind: Any, tmp_path: Path) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(kind(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         state = copy.deepcopy(optimizer.state_dict())
         lockstep.save(tmp_path, process_group=group, optimizer=optimizer)
         lockstep.load(tmp_path, process_group=group, optimizer=optimizer)

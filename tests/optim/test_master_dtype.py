@@ -121,7 +121,7 @@ def test_parameters_of_later_have_them_too(size: int) -> None:
 def test_training_goes_on_from_a_state_dict_at_another_number_of_ranks(kind: str) -> None:
     first, saved, ends = first_model(), list[Any](), list[list[torch.Tensor]]()
 
-    def train(rank: int, group: dist.ProcessGroup) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
         model, optimizer = sharded(saved[0] if saved else first, kind, group)
         if saved:
             optimizer.load_state_dict(copy.deepcopy(saved[1]))
@@ -142,7 +142,7 @@ def test_training_goes_on_from_a_state_dict_at_another_number_of_ranks(kind: str
         model(x.bfloat16()).square().mean().backward()
 
     for size in 2, 4:
-        run_ranks(size, train)
+        run_ranks(size, body)
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 

@@ -21,7 +21,7 @@ from lockstep.errors import ModelError
 from lockstep.optim.probe import Outcome, probe
 from tests.nn.models import Digits, Unused
 from tests.optim.optimizers import KINDS, Plain, ScheduleFree
-from tests.optim.programs import train
+from tests.optim.programs import take_steps
 from tests.ranks import run_ranks
 
 
@@ -229,7 +229,7 @@ def test_ranks_without_parameters_have_the_bits_of_one_process(kind: Any) -> Non
         with pytest.warns(UserWarning, match="it raises") if rank == 0 else nullcontext():
             lockstep.shard_optimizer(optimizers[0])
         for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, rank)
+            take_steps(model, optimizer, rank)
         assert torch.equal(models[0].fc2.bias, models[1].fc2.bias)
 
     run_ranks(3, body)
@@ -314,7 +314,7 @@ def test_what_is_left_undivided_has_the_bits_of_one_process(kind: Any, backend: 
 
     begin()
     alone = lockstep.parallelize(copy.deepcopy(first))
-    train(alone, kind(alone.parameters()), 0)
+    take_steps(alone, kind(alone.parameters()), 0)
     begin()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
@@ -324,7 +324,7 @@ def test_what_is_left_undivided_has_the_bits_of_one_process(kind: Any, backend: 
             optimizer.generator.manual_seed(77)
         with warnings.catch_warnings(record=True):
             lockstep.shard_optimizer(optimizer, undivided="always")
-        train(model, optimizer, 0)
+        take_steps(model, optimizer, 0)
         for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
             assert torch.equal(expected, found)
         assert optimizer.state_dict(rank0_only=True)["param_groups"]
@@ -352,7 +352,7 @@ def test_what_divides_its_steps_itself_is_left_undivided_untried() -> None:
         told = r"its steps may call all_gather\(\)"
         with pytest.warns(UserWarning, match=told) if rank == 0 else nullcontext():
             lockstep.shard_optimizer(optimizer)
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
 
     run_ranks(2, body)
 
@@ -383,7 +383,7 @@ def test_ranks_whose_generators_differ_draw_alike_and_keep_theirs() -> None:
         torch.manual_seed(world.rank)
         random.seed(world.rank)
         np.random.seed(world.rank)
-        train(model, optimizer, world.rank)
+        take_steps(model, optimizer, world.rank)
         return model.fc2.bias.tolist(), torch.rand(1).item()
 
     (first, drawn), (second, other) = lockstep.launch(body, 2)

@@ -19,7 +19,7 @@ from lockstep.errors import CollectiveMismatch, ModelError
 from lockstep.optim import repeats, sharding_of
 from tests.nn.models import Digits, Unused
 from tests.optim.optimizers import Plain
-from tests.optim.programs import check_same_bits, losses, train
+from tests.optim.programs import check_same_bits, losses, take_steps
 from tests.ranks import run_ranks
 
 
@@ -83,9 +83,9 @@ def test_an_update_that_parts_late_is_told_in_that_step(size: int, backend: str)
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Late(model.parameters()))
         before = [p.data_ptr() for p in model.parameters()]
-        train(model, optimizer, rank, steps=35)
+        take_steps(model, optimizer, rank, steps=35)
         with pytest.raises(ModelError, match=r"Late can't be divided .* in step 36 ") as caught:
-            train(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
         told = str(caught.value)
         assert "group['norm'] differ" in told
         assert 'undivided="always"' in told
@@ -100,7 +100,7 @@ def test_a_threshold_that_real_gradients_cross_is_told() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Threshold(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e8)
         with pytest.raises(ModelError, match=r"Threshold can't be divided .* in step 4 "):
@@ -116,14 +116,14 @@ def program_of(kind: Callable[[Any], Optimizer]) -> Any:
         parameters = [*model.parameters()]
         halves = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}]
         optimizer = shard(kind(halves))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         for group in optimizer.param_groups:
             group["lr"] /= 2
         parameters[-1].requires_grad_(False)
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         parameters[-1].requires_grad_(True)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.clamp_(-0.2, 0.2)
@@ -135,7 +135,7 @@ def program_of(kind: Callable[[Any], Optimizer]) -> Any:
         model.more = nn.Parameter(torch.ones(3))
         model.more.grad = torch.ones(3)
         optimizer.add_param_group({"params": [model.more]})
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         if sharding_of(optimizer) is not None:
             assert any(pair.is_followed for pair in pairs_of(optimizer))
         return len(optimizer.state_dict()["state"])
@@ -163,11 +163,11 @@ def joining(model: nn.Module, shard: Any, rank: int) -> None:
 
 def losing_numbers(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(Inner(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
     optimizer.step()
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     for parameter in model.parameters():
         parameter.detach().nan_to_num_(1.0)
 
@@ -179,7 +179,7 @@ def test_steps_along_with_others_and_without_numbers_have_the_same_bits(program:
 
 def test_ranks_without_parameters_have_the_same_bits() -> None:
     def program(model: nn.Module, shard: Any, rank: int) -> None:
-        train(model, shard(Inner([model.fc2.bias])), rank)
+        take_steps(model, shard(Inner([model.fc2.bias])), rank)
 
     check_same_bits(program, size=3)
 
@@ -224,14 +224,14 @@ def test_a_step_that_has_failed_is_no_difference() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Failing(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         keys = [*map(id, optimizer.state)]
         optimizer.fails = True
         with pytest.raises(ArithmeticError):
-            train(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
         assert [*map(id, optimizer.state)][: len(keys) - 1] == keys[:-1]
         optimizer.fails = False
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         assert all(pair.is_followed for pair in pairs_of(optimizer))
 
     run_ranks(2, body)
@@ -241,7 +241,7 @@ def test_what_is_repeated_is_not_in_the_state_nor_saved(tmp_path: Path) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[str]:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Momentum(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         named = [*model.named_parameters()]
         local = [name for name, p in named if any(key is p for key in optimizer.state)]
         others = [p for name, p in named if name not in local]
@@ -249,11 +249,11 @@ def test_what_is_repeated_is_not_in_the_state_nor_saved(tmp_path: Path) -> None:
             optimizer.state[others[-1]]
         lockstep.save(tmp_path, process_group=group, optimizer=optimizer)
         saved = copy.deepcopy(optimizer.state_dict()["state"])
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         lockstep.load(tmp_path, process_group=group, optimizer=optimizer)
         found = optimizer.state_dict()["state"]
         torch.testing.assert_close(found, saved, rtol=0, atol=0)
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         assert all(pair.is_followed for pair in pairs_of(optimizer))
         return local
 
@@ -267,11 +267,11 @@ def test_master_values_are_repeated() -> None:
         optimizer = lockstep.shard_optimizer(
             Late(model.parameters(), lr=0.01), master_dtype=torch.float32
         )
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         optimizer.load_state_dict(optimizer.state_dict())
-        train(model, optimizer, rank, steps=32)
+        take_steps(model, optimizer, rank, steps=32)
         with pytest.raises(ModelError, match="in step 36 "):
-            train(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
 
     run_ranks(2, body)
 
@@ -281,7 +281,7 @@ def test_machines_whose_last_bits_may_differ_are_not_compared(monkeypatch: Any) 
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Inner(model.parameters()))
         assert not pairs_of(optimizer)
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
 
     capabilities = iter(["AVX2", "AVX512"])
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: next(capabilities))
@@ -348,13 +348,13 @@ def test_a_rank_that_misses_the_end_of_a_step_is_told_where_the_others_are() -> 
     def body(rank: int, group: dist.ProcessGroup) -> str:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Failing(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         optimizer.fails = rank == 1
         with pytest.raises((CollectiveMismatch, ArithmeticError)) as caught:
-            train(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
         if rank:
             with pytest.raises(CollectiveMismatch) as caught:
-                train(model, optimizer, rank, steps=1)
+                take_steps(model, optimizer, rank, steps=1)
         return str(caught.value)
 
     assert all("called end of an optimizer's step" in told for told in run_ranks(2, body))
@@ -399,10 +399,10 @@ def test_a_difference_is_told_once() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Late(model.parameters()))
-        train(model, optimizer, rank, steps=35)
+        take_steps(model, optimizer, rank, steps=35)
         with pytest.raises(ModelError, match="in step 36 "):
-            train(model, optimizer, rank, steps=1)
-        train(model, optimizer, rank)
+            take_steps(model, optimizer, rank, steps=1)
+        take_steps(model, optimizer, rank)
 
     run_ranks(2, body)
 
@@ -415,7 +415,7 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch: Any) ->
         for is_capturing in (False, True, False):
             dist.barrier(group)
             monkeypatch.setattr(repeats, "is_capturing", lambda value=is_capturing: value)
-            train(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
             seen.append({pair.is_followed for pair in pairs_of(optimizer)})
         assert seen == [{True}, {False}, {True}]
 
@@ -462,7 +462,7 @@ def test_methods_that_are_divided_as_steps_are_not_counted_as_such() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(Averaging(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         optimizer.average()
         assert "average" in vars(optimizer)
         for parameter in model.parameters():

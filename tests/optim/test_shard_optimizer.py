@@ -18,8 +18,7 @@ from lockstep.errors import ModelError
 from tests.counts import pairs
 from tests.nn.models import Digits, Layers, Shared, Unused, Wide
 from tests.optim.optimizers import OPTIMIZERS
-from tests.optim.programs import adamw, losses, trained
-from tests.optim.programs import train as train_steps
+from tests.optim.programs import adamw, losses, take_steps, trained
 from tests.ranks import run_ranks
 
 
@@ -81,11 +80,8 @@ def test_ranks_may_differ_in_whether_backwards_take_turns_between_two_buffers() 
         plain, _ = trained(group, first, adamw, sharded=False)
         model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        for step in range(6):
-            x = torch.randn(
-                3, *first.sample, generator=torch.Generator().manual_seed(rank + 10 * step)
-            )
-            model(x).square().mean().backward()
+        for step, loss in enumerate(losses(model, rank, 6)):
+            loss.backward()
             optimizer.step()
             if rank == 0 and step == 2:
                 time.sleep(0.3)  # rank 1 doesn't wait until this one needs no gradients any more
@@ -104,7 +100,7 @@ def test_each_rank_has_its_part_of_the_state_alone() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         model = lockstep.parallelize(Layers(), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        train_steps(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         values = [value for entry in optimizer.state.values() for value in entry.values()]
         whole = optimizer.state_dict()["state"]
         return (
@@ -123,7 +119,7 @@ def test_a_state_dict_goes_to_any_number_of_ranks_and_to_a_plain_optimizer() -> 
     def save(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        train_steps(model, optimizer, 0)
+        take_steps(model, optimizer, 0)
         states = optimizer.state_dict(), optimizer.state_dict(rank0_only=True)
         if rank == 0:
             saved.extend([copy.deepcopy(model), *states])
@@ -137,13 +133,13 @@ def test_a_state_dict_goes_to_any_number_of_ranks_and_to_a_plain_optimizer() -> 
     plain = copy.deepcopy(model)
     optimizer = adamw(plain.parameters())
     optimizer.load_state_dict(copy.deepcopy(state))
-    train_steps(plain, optimizer, 0, first=3)
+    take_steps(plain, optimizer, 0, first=3)
 
     def load(rank: int, group: dist.ProcessGroup) -> None:
         local = lockstep.parallelize(copy.deepcopy(model), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(local.parameters()))
         optimizer.load_state_dict(copy.deepcopy(state))
-        train_steps(local, optimizer, 0, first=3)
+        take_steps(local, optimizer, 0, first=3)
         for a, b in zip(plain.parameters(), local.parameters(), strict=True):
             assert torch.equal(a, b)
 
@@ -176,7 +172,7 @@ def test_a_deep_copy_takes_no_more_memory_than_what_it_copies(kind: Any, backend
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(kind(model.parameters()))
-        train_steps(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)
         next(losses(model, rank, 1)).backward()
@@ -315,7 +311,7 @@ def test_a_class_that_calls_the_step_of_its_base_takes_the_same_steps() -> None:
         for shard in (lambda optimizer: optimizer), lockstep.shard_optimizer:
             model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
             torch.optim.SGD(model.parameters())
-            train_steps(model, shard(Decayed(model.parameters(), lr=0.1, momentum=0.9)), rank)
+            take_steps(model, shard(Decayed(model.parameters(), lr=0.1, momentum=0.9)), rank)
             models.append(model)
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(a, b)
@@ -327,7 +323,7 @@ def test_a_look_at_the_state_changes_no_state_dict() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        train_steps(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         before = optimizer.state_dict()
         if rank == 0:
             with pytest.raises(ModelError, match=r"state of .fc1.weight. .* let every rank call"):

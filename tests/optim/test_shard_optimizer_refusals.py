@@ -22,8 +22,7 @@ from lockstep.errors import (
     PeerLost,
 )
 from tests.nn.models import Digits
-from tests.optim.programs import adamw, losses
-from tests.optim.programs import train as train_steps
+from tests.optim.programs import adamw, losses, take_steps
 from tests.ranks import run_ranks
 
 
@@ -171,7 +170,7 @@ def test_copies_of_a_part_of_the_state_are_refused() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        train_steps(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         for make in copy.deepcopy, pickle.dumps:
             with pytest.raises(TypeError, match="state_dict"):
                 make(optimizer)
@@ -269,7 +268,7 @@ def test_a_group_that_differs_among_ranks_leaves_the_optimizer_as_it_was() -> No
         model = lockstep.parallelize(Digits(), process_group=group)
         first, second, *_ = model.parameters()
         optimizer = lockstep.shard_optimizer(adamw([first]))
-        train_steps(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         optimizer.add_param_group({"params": [second] if rank else [*model.parameters()][2:]})
         next(losses(model, rank, 1)).backward()
         before = first.detach().clone()
@@ -286,7 +285,7 @@ def test_a_state_dict_of_one_rank_alone_says_what_it_was() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(adamw(model.parameters()))
-        train_steps(model, optimizer, rank, steps=1)
+        take_steps(model, optimizer, rank, steps=1)
         if rank == 0:
             with pytest.raises(CollectiveFailed) as failed:
                 optimizer.state_dict()
@@ -294,6 +293,6 @@ def test_a_state_dict_of_one_rank_alone_says_what_it_was() -> None:
             assert "state_dict() of a sharded AdamW, which every rank must call" in told
             return
         with pytest.raises(CollectiveFailed):
-            train_steps(model, optimizer, rank, steps=1)
+            take_steps(model, optimizer, rank, steps=1)
 
     run_ranks(2, body)

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 import lockstep
 from lockstep.optim.state import decoded, encoded
 from tests.counts import a_third, in_turn
-from tests.optim.programs import Program, adamw, check_same_bits, losses, train
+from tests.optim.programs import Program, adamw, check_same_bits, losses, take_steps
 
 
 def plainly(model: nn.Module, shard: Any, rank: int) -> None:
-    train(model, shard(adamw(model.parameters())), rank)
+    take_steps(model, shard(adamw(model.parameters())), rank)
 
 
 def with_a_scheduler_made_before(model: nn.Module, shard: Any, rank: int) -> list[float]:
@@ -72,7 +72,7 @@ def with_clipping_in_a_hook(model: nn.Module, shard: Any, rank: int) -> list[flo
 
     optimizer.register_step_pre_hook(clip)
     optimizer.register_step_post_hook(note)
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     return norms
 
 
@@ -102,51 +102,51 @@ def with_groups(model: nn.Module, shard: Any, rank: int) -> None:
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay}, {"params": others, "weight_decay": 0.0, "lr": 0.1}]
     optimizer = shard(adamw(groups))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     optimizer.param_groups[1]["lr"] = 0.001
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
 
 
 def with_a_group_added(model: nn.Module, shard: Any, rank: int) -> None:
     first, second, *others = model.parameters()
     optimizer = shard(adamw([first]))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     optimizer.add_param_group({"params": [second], "lr": 0.1})
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
     optimizer.add_param_group({"params": others, "lr": 0.1})
     optimizer.zero_grad()
-    train(model, optimizer, rank, first=6)
+    take_steps(model, optimizer, rank, first=6)
 
 
 def with_a_layer_frozen_for_a_while(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     weights = [*model.parameters()][1:3]
     for weight in weights:
         weight.requires_grad_(False)
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
     for weight in weights:
         weight.requires_grad_(True)
-    train(model, optimizer, rank, first=6)
+    take_steps(model, optimizer, rank, first=6)
 
 
 def with_a_layer_replaced(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     old = model.conv1.weight
     model.conv1.weight = nn.Parameter(old.detach() * 2)
     parameters = optimizer.param_groups[0]["params"]
     index = next(index for index, parameter in enumerate(parameters) if parameter is old)
     parameters[index] = model.conv1.weight
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
 
 
 def with_data_replaced(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
 
 
 def with_values_changed_in_place(model: nn.Module, shard: Any, rank: int) -> None:
@@ -202,10 +202,10 @@ def with_a_scaler(model: nn.Module, shard: Any, rank: int) -> list[float]:
 
 
 def with_the_state_dict_loaded(model: nn.Module, shard: Any, rank: int) -> None:
-    train(model, first := shard(adamw(model.parameters())), rank)
+    take_steps(model, first := shard(adamw(model.parameters())), rank)
     second = shard(torch.optim.AdamW(model.parameters(), lr=1.0))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(model, second, rank, first=3)
+    take_steps(model, second, rank, first=3)
 
 
 def with_a_part_used_by_one_rank(model: nn.Module, shard: Any, rank: int) -> None:
@@ -222,8 +222,8 @@ def with_a_part_used_by_one_rank(model: nn.Module, shard: Any, rank: int) -> Non
 
 def sharded_in_mid_training(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = adamw(model.parameters())
-    train(model, optimizer, rank)
-    train(model, shard(optimizer), rank, first=3)
+    take_steps(model, optimizer, rank)
+    take_steps(model, shard(optimizer), rank, first=3)
 
 
 def with_two_optimizers(model: nn.Module, shard: Any, rank: int) -> None:
@@ -248,35 +248,35 @@ def with_parameters_of_its_own(model: nn.Module, shard: Any, rank: int) -> float
 
 def in_channels_last(model: nn.Module, shard: Any, rank: int) -> None:
     model.to(memory_format=torch.channels_last)
-    train(model, shard(adamw(model.parameters())), rank)
+    take_steps(model, shard(adamw(model.parameters())), rank)
     assert model.conv2.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def of_two_dtypes(model: nn.Module, shard: Any, rank: int) -> None:
     model.fc2.double()
     model.fc2.register_forward_pre_hook(lambda module, args: args[0].double())
-    train(model, shard(adamw(model.parameters())), rank)
+    take_steps(model, shard(adamw(model.parameters())), rank)
 
 
 def with_data_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     model.conv1.bias.data = model.fc2.bias.data
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
     assert torch.equal(model.conv1.bias, model.fc2.bias)
 
 
 def with_a_norm_of_a_weight_added(model: nn.Module, shard: Any, rank: int) -> list[float]:
     """The optimizer keeps the weight that was there before, as in one process."""
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     old = model.fc1.weight
     torch.nn.utils.parametrizations.weight_norm(model.fc1)
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
     model.fc2.bias = nn.Parameter(model.fc2.bias)
     assert not isinstance(model.fc2.weight.detach(), nn.Parameter)
     optimizer.param_groups[0]["params"] = [*model.parameters()]
-    train(model, optimizer, rank, first=6)
+    take_steps(model, optimizer, rank, first=6)
     return [old.sum().item()]
 
 
@@ -295,11 +295,11 @@ class Two(nn.Module):
 
 def with_all_tied_later(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     model.last.weight.data = model.first.weight.data
-    train(model, optimizer, rank, first=3)
+    take_steps(model, optimizer, rank, first=3)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, rank, first=6)
+    take_steps(model, optimizer, rank, first=6)
 
 
 def test_no_parameter_may_be_left_to_divide() -> None:
@@ -328,7 +328,7 @@ def in_a_trainers_wrapper(model: nn.Module, shard: Any, rank: int) -> list[float
     prepared = Prepared(adamw(model.parameters()))
     optimizer = shard(prepared)
     assert optimizer is prepared
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     state = optimizer.state_dict()["state"]
     return [state[index]["exp_avg"].sum().item() for index in range(len(state))]
 
@@ -390,7 +390,7 @@ def test_a_step_that_was_compiled_before_has_the_same_bits() -> None:
         optimizer = adamw(model.parameters())
         if shard.__class__ is partial:
             optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
-        train(model, shard(optimizer), rank)
+        take_steps(model, shard(optimizer), rank)
 
     check_same_bits(program)
 

@@ -18,7 +18,7 @@ from lockstep.errors import CollectiveFailed, ModelError
 from tests.counts import in_turn
 from tests.nn.models import Digits, Unused
 from tests.optim.optimizers import KINDS, Plain, ScheduleFree
-from tests.optim.programs import adamw, check_same_bits, losses, train
+from tests.optim.programs import adamw, check_same_bits, losses, take_steps
 from tests.ranks import run_ranks
 
 
@@ -27,7 +27,7 @@ def run(kind: Callable[[Any], Optimizer]) -> Any:
         for number, parameter in enumerate(model.parameters()):
             parameter.lr_scale = 1 / (1 + number)
         next(model.parameters()).requires_grad_(False)
-        train(model, shard(kind(model.parameters())), rank)
+        take_steps(model, shard(kind(model.parameters())), rank)
 
     return program
 
@@ -41,7 +41,7 @@ def test_state_is_by_parameter_on_its_owner_and_raises_elsewhere() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[str]:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(torch.optim.Adafactor(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         whole = optimizer.state_dict()["state"]
         found = []
         for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -67,7 +67,7 @@ def test_state_is_by_parameter_on_its_owner_and_raises_elsewhere() -> None:
 
 def putting_state(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     saved = copy.deepcopy(optimizer.state_dict()["state"])
     parameters = [*model.parameters()]
     for index in 1, 3:
@@ -75,20 +75,20 @@ def putting_state(model: nn.Module, shard: Any, rank: int) -> None:
             saved[index][key] *= 4
         optimizer.state[parameters[index]] = saved[index]
     del optimizer.state[parameters[2]]
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
 
 
 def densifying(model: nn.Module, shard: Any, rank: int) -> None:
     """Replace a bias by a copy in the midst of training, with changed state."""
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     last = len([*model.parameters()]) - 1
     state = copy.deepcopy(optimizer.state_dict()["state"][last])
     optimizer.state.pop(model.fc2.bias, None)
     model.fc2.bias = nn.Parameter(model.fc2.bias.detach() * 2)
     optimizer.param_groups[0]["params"][last] = model.fc2.bias
     optimizer.state[model.fc2.bias] = state | {"exp_avg": state["exp_avg"] * 8}
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
 
 
 @pytest.mark.parametrize("program", [putting_state, densifying])
@@ -98,11 +98,11 @@ def test_what_a_program_puts_into_the_state_counts(program: Any) -> None:
 
 def forgetting(model: nn.Module, shard: Any, rank: int) -> None:
     optimizer = shard(adamw(model.parameters()))
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     optimizer.state = defaultdict(dict)
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
     optimizer.state.clear()
-    train(model, optimizer, rank)
+    take_steps(model, optimizer, rank)
 
 
 def test_state_may_be_forgotten() -> None:
@@ -113,7 +113,7 @@ def evaluating(model: nn.Module, shard: Any, rank: int) -> list[Any]:
     optimizer = shard(ScheduleFree(model.parameters()))
     found = []
     for _ in range(2):
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         optimizer.eval()
         found.append([p.tolist() for p in model.parameters()])
         optimizer.train()
@@ -129,7 +129,7 @@ def test_a_method_that_returns_a_part_is_refused() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(ScheduleFree(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         with pytest.raises(ModelError, match=r"num_averaged\(\) .* returns a int"):
             optimizer.num_averaged()
 
@@ -140,7 +140,7 @@ def test_a_method_that_one_rank_alone_calls_ends_with_an_error() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
         optimizer = lockstep.shard_optimizer(ScheduleFree(model.parameters()))
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         if rank == 0:
             with pytest.raises(CollectiveFailed, match="Rank 1"):
                 optimizer.eval()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from tests.nn.models import Digits
-from tests.optim.programs import losses
+from tests.optim.programs import losses, take_steps
 from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
@@ -36,13 +36,6 @@ def plain_and_zero(group: dist.ProcessGroup) -> list[Callable[[Any], Optimizer]]
     ]
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, first: int = 0) -> None:
-    for loss in losses(model, rank, 3, first):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def assert_equal(a: nn.Module, b: nn.Module) -> None:
     for mine, theirs in zip(a.parameters(), b.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -54,12 +47,12 @@ def test_it_takes_the_steps_of_the_optimizer_in_it(size: int) -> None:
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-        train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), rank)
+        take_steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), rank)
         model = lockstep.DistributedDataParallel(copy.deepcopy(first), process_group=group)
         model.sample = first.sample
         optimizer = zero(model, group, lr=0.01, parameters_as_bucket_view=True)
         assert isinstance(optimizer, TorchZeRO)
-        train(model, optimizer, rank)
+        take_steps(model, optimizer, rank)
         assert_equal(plain, model.module)
 
     run_ranks(size, body)
@@ -73,7 +66,7 @@ def test_it_takes_steps_of_torchs_own_ddp() -> None:
         for make in plain_and_zero(group):
             model = nn.parallel.DistributedDataParallel(copy.deepcopy(first), process_group=group)
             model.sample = first.sample
-            train(model, make(model.parameters()), rank)
+            take_steps(model, make(model.parameters()), rank)
             models.append(model.module)
         assert_equal(*models)
 
@@ -111,7 +104,7 @@ def test_its_state_is_collected_on_one_rank_and_loaded_by_all() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         optimizer = zero(model, group, lr=0.01)
-        train(model, optimizer, 0)
+        take_steps(model, optimizer, 0)
         optimizer.consolidate_state_dict(to=1)
         if rank == 1:
             saved.extend([copy.deepcopy(model), optimizer.state_dict()])
@@ -123,11 +116,11 @@ def test_its_state_is_collected_on_one_rank_and_loaded_by_all() -> None:
         optimizer = zero(loaded, group, lr=1.0)
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
         assert optimizer.param_groups[0]["lr"] == 0.01
-        train(loaded, optimizer, 0, first=3)
+        take_steps(loaded, optimizer, 0, first=3)
         plain = copy.deepcopy(saved[0])
         optimizer = torch.optim.AdamW(plain.parameters())
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        train(plain, optimizer, 0, first=3)
+        take_steps(plain, optimizer, 0, first=3)
         assert_equal(plain, loaded)
 
     run_ranks(2, body)

@@ -129,7 +129,7 @@ def step(model: nn.Module, optimizer: Any, x: torch.Tensor, change: Callable) ->
     optimizer.step()
 
 
-def train(world: lockstep.World, overlaps: bool, change: Callable) -> list[torch.Tensor]:
+def train_and_change(world: lockstep.World, overlaps: bool, change: Callable) -> list[torch.Tensor]:
     """The parameters after some steps of a sharded optimizer, as the current stream sees them."""
     model = lockstep.parallelize(layers().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,5 +160,5 @@ def test_sharded_steps_are_those_of_one_process(
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(NUM_STEPS):
         step(expected, optimizer, batch(), torchs)
-    for found in lockstep.launch(train, 2, (overlaps, change)):
+    for found in lockstep.launch(train_and_change, 2, (overlaps, change)):
         torch.testing.assert_close(found, [*expected.parameters()], rtol=1e-10, atol=1e-10)

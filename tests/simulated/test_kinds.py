@@ -22,7 +22,7 @@ pytestmark = pytest.mark.forks
 ALL = [torch.device(KIND, index) for index in range(NUM_DEVICES)]
 
 
-def net() -> nn.Module:
+def layers() -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh())
     return model.append(nn.Linear(12, 3)).double()
@@ -39,7 +39,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def expected() -> list[torch.Tensor]:
     """The parameters after some steps of one process on the CPU."""
-    model = net()
+    model = layers()
     optimizer = adam(model)
     for x in batches():
         optimizer.zero_grad()
@@ -79,9 +79,9 @@ def zero(model: nn.Module) -> tuple[nn.Module, Any]:
     return model, lockstep.ZeroRedundancyOptimizer(model.parameters(), kind, lr=0.01)
 
 
-def train(world: lockstep.World, wrap: Callable) -> list[torch.Tensor]:
+def train_wrapped(world: lockstep.World, wrap: Callable) -> list[torch.Tensor]:
     assert world.device == torch.device(KIND, world.rank)
-    model, optimizer = wrap(net().to(world.device))
+    model, optimizer = wrap(layers().to(world.device))
     for batch in batches():
         x = batch.chunk(world.world_size)[world.rank].pin_memory()
         x = x.to(world.device, non_blocking=True)
@@ -100,12 +100,12 @@ def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("wrap", [parallelized, wrapped, sharded, overlapped, zero])
 def test_ranks_with_a_device_each_train_as_one_process(wrap: Callable, world_size: int) -> None:
-    for mine in lockstep.launch(train, world_size, (wrap,)):
+    for mine in lockstep.launch(train_wrapped, world_size, (wrap,)):
         assert_close(mine, expected())
 
 
 def in_low_precision(world: lockstep.World, shards: bool) -> tuple[list[torch.Tensor], float]:
-    model = lockstep.parallelize(net().float().to(world.device))
+    model = lockstep.parallelize(layers().float().to(world.device))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if shards:
         lockstep.shard_optimizer(optimizer, overlap=True)
@@ -134,10 +134,10 @@ def test_autocast_and_a_gradient_scaler_keep_ranks_together(shards: bool) -> Non
 
 @pytest.mark.parametrize("devices", [[0, 1, 2], [2, 0], [*map(str, ALL[:3])], ["cpu", 1], None])
 def test_replicas_on_several_devices_train_as_one_process(devices: Any) -> None:
-    plain = net()
+    plain = layers()
     first = devices[0] if devices else 0
     home = ALL[first] if isinstance(first, int) else torch.device(first)
-    model = lockstep.DataParallel(net().to(home), devices)
+    model = lockstep.DataParallel(layers().to(home), devices)
     optimizers = [adam(model.module), adam(plain)]
     for x in batches():
         for optimizer, each in zip(optimizers, (model, plain), strict=True):
@@ -158,7 +158,7 @@ def draw() -> list[torch.Tensor]:
 def test_a_checkpoint_has_the_random_states_of_all_devices(tmp_path: Path) -> None:
     for index, device in enumerate(ALL):
         torch.rand(1 + index, device=device)
-    model = net().to(ALL[1])
+    model = layers().to(ALL[1])
     lockstep.save(tmp_path, model=model)
     first = draw()
     assert not torch.equal(draw()[0], first[0])

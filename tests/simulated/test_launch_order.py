@@ -73,7 +73,7 @@ def of_each(models: list[nn.Sequential], x: torch.Tensor, rank: int) -> torch.Te
     return outputs[0] + outputs[1]
 
 
-def train(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor]:
+def train_two_models(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor]:
     """Parameters after some steps of two models, each in a group of its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     local = [
@@ -106,5 +106,5 @@ def test_two_models_in_two_groups_launch_in_one_order(loss: Callable, kind: str)
         for rank, x in enumerate(batch().chunk(2)):
             (loss(expected, x, rank) / 2).backward()
         optimizer.step()
-    for found in lockstep.launch(train, 2, (loss, kind)):
+    for found in lockstep.launch(train_two_models, 2, (loss, kind)):
         torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-10)

@@ -9,13 +9,13 @@ import lockstep
 from tests.simulated import control
 
 
-def net() -> nn.Module:
+def linear() -> nn.Module:
     torch.manual_seed(1)
     return nn.Linear(8, 8).to(control.KIND)
 
 
 def test_replicas_work_on_the_stream_of_the_caller() -> None:
-    module = net()
+    module = linear()
     model = lockstep.DataParallel(module, [0, 0])
     x, side = torch.randn(4, 8, device=control.KIND), torch.Stream(control.KIND)
     model(x)
@@ -28,7 +28,7 @@ def test_replicas_work_on_the_stream_of_the_caller() -> None:
 
 
 def test_a_copy_of_a_parameter_on_the_cpu_is_complete_when_its_replica_reads_it() -> None:
-    module = net()
+    module = linear()
     model = lockstep.DataParallel(module, [f"{control.KIND}:0", "cpu"])
     x = torch.randn(4, 8, device=control.KIND)
     model(x)

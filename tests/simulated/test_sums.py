@@ -13,7 +13,7 @@ from tests.simulated import control
 pytestmark = pytest.mark.forks
 
 
-def train(
+def train_normalised(
     world: lockstep.World, lacks_float64: bool, differentiates: bool
 ) -> tuple[list[torch.Tensor], float]:
     """The parameters and buffers of a model that is trained, and the last norm of gradients."""
@@ -44,8 +44,8 @@ def train(
 
 @pytest.mark.parametrize("differentiates", [False, True])
 def test_a_device_without_float64_sums_on_the_cpu(differentiates: bool) -> None:
-    mine = lockstep.launch(train, 2, (True, differentiates))
-    others = lockstep.launch(train, 2, (False, differentiates))
+    mine = lockstep.launch(train_normalised, 2, (True, differentiates))
+    others = lockstep.launch(train_normalised, 2, (False, differentiates))
     for (tensors, norm), (expected, other) in zip(mine, others, strict=True):
         torch.testing.assert_close(tensors, expected)
         assert norm == pytest.approx(other, rel=1e-5)

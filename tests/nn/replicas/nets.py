@@ -35,7 +35,7 @@ class Net(nn.Module):
         return self.second.out_features
 
 
-def net() -> Net:
+def replicable() -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return Net()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.nn import DataParallel
-from tests.nn.replicas.nets import THREE, TWO, Net, batch, net
+from tests.nn.replicas.nets import THREE, TWO, Net, batch, replicable
 from tests.same import assert_same, assert_same_gradients, gradients_of
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -60,7 +60,7 @@ class Moves(nn.Linear):
 
 @pytest.mark.parametrize("devices", [["cpu"], TWO, THREE, ["cpu"] * 9], ids=len)
 def test_outputs_and_gradients_are_the_modules(devices: list[str]) -> None:
-    module, expected = net(), net()
+    module, expected = replicable(), replicable()
     model = DataParallel(module, devices)
     for _ in range(2):  # they add up
         x, y = batch().requires_grad_(), batch().requires_grad_()
@@ -74,7 +74,7 @@ def test_outputs_and_gradients_are_the_modules(devices: list[str]) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_there_may_be_fewer_rows_than_devices(rows: int) -> None:
-    module, expected = net(), net()
+    module, expected = replicable(), replicable()
     DataParallel(module, THREE)(batch(rows)).sum().backward()
     expected(batch(rows)).sum().backward()
     assert_same_gradients(module, expected)
@@ -91,7 +91,7 @@ def test_another_dim_may_be_cut() -> None:
 
 def test_the_same_input_gives_the_same_bits() -> None:
     def run() -> list[torch.Tensor]:
-        module = net()
+        module = replicable()
         DataParallel(module, THREE)(batch(31)).square().sum().backward()
         return gradients_of(module)
 
@@ -103,7 +103,7 @@ class TestMethodsAndAttributes:
     """Whatever the module has can be used through the wrapper."""
 
     def test_any_method_is_split(self) -> None:
-        module, expected, parts = net(), net(), []
+        module, expected, parts = replicable(), replicable(), []
         module.first.register_forward_hook(lambda _, inputs, __: parts.append(len(inputs[0])))
         output = DataParallel(module, TWO).middle(batch(), factor=3.0)
         assert sorted(parts) == [3, 4]
@@ -112,14 +112,14 @@ class TestMethodsAndAttributes:
         assert_same([module.first.weight.grad], [expected.first.weight.grad])
 
     def test_a_method_without_tensors_is_called_once(self) -> None:
-        assert DataParallel(net(), TWO).where() == "Net"
+        assert DataParallel(replicable(), TWO).where() == "Net"
 
     def test_attributes_pass_through(self) -> None:
-        model = DataParallel(net(), TWO)
+        model = DataParallel(replicable(), TWO)
         assert model.width == 3
         model.scale = 2.0
         assert model.module.scale == 2.0
-        torch.testing.assert_close(model(batch()), 2 * net()(batch()), **TOLERANCE)
+        torch.testing.assert_close(model(batch()), 2 * replicable()(batch()), **TOLERANCE)
         with pytest.raises(AttributeError, match="nothing"):
             _ = model.nothing
 
@@ -165,7 +165,7 @@ class TestParameters:
         def freeze(m: Net) -> None:
             m.first.requires_grad_(False)
 
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         model = DataParallel(module, TWO)
         model(batch())
         for change in (assign_data, replace, write, put_in, step, load, freeze):
@@ -186,7 +186,7 @@ class TestParameters:
 
     def test_a_change_before_the_backward_is_an_error(self) -> None:
         """As it is without replicas: its gradients would be others."""
-        module = net()
+        module = replicable()
         loss = DataParallel(module, TWO)(batch()).sum()
         with torch.no_grad():
             module.second.weight.add_(1)
@@ -210,7 +210,7 @@ class TestParameters:
         assert_same_gradients(module, expected)
 
     def test_only_those_that_are_used_get_gradients(self) -> None:
-        module = net()
+        module = replicable()
         DataParallel(module, TWO).middle(batch()).sum().backward()
         assert module.second.weight.grad is None
         assert module.first.weight.grad is not None
@@ -304,4 +304,4 @@ class TestBuffers:
 
     def test_other_policies_are_refused(self) -> None:
         with pytest.raises(ValueError, match="'first' and 'mean'"):
-            DataParallel(net(), TWO, buffers="last")
+            DataParallel(replicable(), TWO, buffers="last")

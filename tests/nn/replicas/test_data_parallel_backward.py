@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.nn import DataParallel
-from tests.nn.replicas.nets import TWO, Net, batch, net
+from tests.nn.replicas.nets import TWO, Net, batch, replicable
 from tests.same import assert_same, assert_same_gradients, gradients_of
 
 
@@ -42,7 +42,7 @@ class TestBackward:
         assert x.grad.tolist() == [1, 1]
 
     def test_a_graph_may_be_kept(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         loss, other = DataParallel(module, TWO)(batch()).sum(), expected(batch()).sum()
         for one in (loss, other):
             one.backward(retain_graph=True)
@@ -52,7 +52,7 @@ class TestBackward:
             loss.backward()
 
     def test_several_forwards_before_their_backwards(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         model = DataParallel(module, TWO)
         losses = [[m(batch(rows)).square().sum() for rows in (5, 6)] for m in (model, expected)]
         for pair in losses:
@@ -61,7 +61,7 @@ class TestBackward:
         assert_same_gradients(module, expected)
 
     def test_autograd_grad(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         x, y = batch().requires_grad_(), batch().requires_grad_()
         mine = torch.autograd.grad(DataParallel(module, TWO)(x).sum(), [x, module.first.weight])
         theirs = torch.autograd.grad(expected(y).sum(), [y, expected.first.weight])
@@ -69,7 +69,7 @@ class TestBackward:
         assert gradients_of(module) == [None] * 4
 
     def test_a_gradient_penalty(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         for model, bare in ((DataParallel(module, TWO), module), (expected, expected)):
             for _ in range(2):
                 x = batch().requires_grad_()
@@ -85,7 +85,7 @@ class TestBackward:
     @pytest.mark.parametrize("allow_unused", [True, False])
     def test_second_and_third_derivatives(self, allow_unused: bool) -> None:
         found = []
-        for model in (DataParallel(net(), TWO), net()):
+        for model in (DataParallel(replicable(), TWO), replicable()):
             x = batch().requires_grad_()
             last = model(x).sum()
             for _ in range(3):
@@ -96,13 +96,13 @@ class TestBackward:
         assert_same(found[:3], found[3:])
 
     def test_derivatives_of_derivatives_are_right_numerically(self) -> None:
-        model, x = DataParallel(net(), TWO), batch().requires_grad_()
+        model, x = DataParallel(replicable(), TWO), batch().requires_grad_()
         parameters = tuple(model.parameters())
         assert torch.autograd.gradgradcheck(lambda x, *_: model(x), (x, *parameters))
 
     def test_a_backward_that_keeps_no_graph_may_be_differentiated(self) -> None:
         found = []
-        for model in (DataParallel(net(), TWO), net()):
+        for model in (DataParallel(replicable(), TWO), replicable()):
             x = batch().requires_grad_()
             loss = model(x).square().sum()
             (first,) = torch.autograd.grad(loss, x, retain_graph=True, create_graph=True)
@@ -113,7 +113,7 @@ class TestBackward:
     @pytest.mark.parametrize("penalty_first", [True, False])
     def test_a_loss_and_its_gradient_in_one_backward(self, penalty_first: bool) -> None:
         found = []
-        for module in (net(), net()):
+        for module in (replicable(), replicable()):
             model = module if found else DataParallel(module, TWO)
             x = batch().requires_grad_()
             output = model(x)
@@ -134,7 +134,7 @@ class TestBackward:
             kept.append(weakref.ref(hidden))
             return hidden
 
-        module = net()
+        module = replicable()
         module.second.register_forward_pre_hook(exp)
         x = batch().requires_grad_()
         output = DataParallel(module, TWO)(x)
@@ -148,20 +148,20 @@ class TestBackward:
         class Loss(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.net = DataParallel(net(), TWO)
+                self.net = DataParallel(replicable(), TWO)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return lockstep.mean(self.net(x).square())
 
         found = []
-        for model in (DataParallel(Loss(), TWO), lambda x: net()(x).square().mean()):
+        for model in (DataParallel(Loss(), TWO), lambda x: replicable()(x).square().mean()):
             x = batch().requires_grad_()
             (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
             found.append(torch.autograd.grad(gradient.square().sum(), x))
         assert_same(*found)
 
     def test_a_failed_backward_does_not_spoil_the_next(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         model, fails = DataParallel(module, TWO), [True]
 
         def hook(gradient: torch.Tensor) -> None:
@@ -187,7 +187,7 @@ class TestBackward:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return checkpoint(super().forward, x, **options)
 
-        expected, around = net(), net()
+        expected, around = replicable(), replicable()
         inside = Inside()
         inside.load_state_dict(around.state_dict())
         expected(batch().requires_grad_()).sum().backward()
@@ -220,7 +220,7 @@ class TestModes:
     """What the caller is in, the replicas are in."""
 
     def test_no_grad_and_inference(self) -> None:
-        model = DataParallel(net(), TWO)
+        model = DataParallel(replicable(), TWO)
         with torch.no_grad():
             assert not model(batch()).requires_grad
         with torch.inference_mode():
@@ -228,7 +228,7 @@ class TestModes:
         assert model(batch()).requires_grad
 
     def test_a_first_call_in_inference_mode(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         model = DataParallel(module, TWO)
         with torch.inference_mode():
             model(batch())

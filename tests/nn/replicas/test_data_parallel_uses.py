@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.nn import DataParallel, data_parallel
-from tests.nn.replicas.nets import THREE, TWO, batch, net
+from tests.nn.replicas.nets import THREE, TWO, batch, replicable
 from tests.same import assert_same, assert_same_gradients, gradients_of
 from tests.waiting import until
 
@@ -125,7 +125,7 @@ class TestPlaces:
         model.load_state_dict(expected.state_dict())
 
     def test_one_inside_of_another(self) -> None:
-        module, expected = nn.Sequential(net(), nn.Tanh()), nn.Sequential(net(), nn.Tanh())
+        module, expected = (nn.Sequential(replicable(), nn.Tanh()) for _ in range(2))
         module[0] = DataParallel(module[0], TWO)
         model = DataParallel(module, TWO)
         for _ in range(2):
@@ -134,7 +134,7 @@ class TestPlaces:
             assert_same_gradients(module, expected)
 
     def test_calls_from_several_threads(self) -> None:
-        module, expected = net(), net()
+        module, expected = replicable(), replicable()
         model, errors = DataParallel(module, TWO), []
 
         def run(rows: int) -> None:
@@ -160,7 +160,7 @@ class TestState:
     """State dicts, copies and pickles are those of the module."""
 
     def test_state_dicts_of_either_kind_are_loaded(self) -> None:
-        model, other = DataParallel(net(), TWO), net()
+        model, other = DataParallel(replicable(), TWO), replicable()
         assert list(model.state_dict()) == list(other.state_dict())
         for prefix in ("", "module."):
             state = {prefix + name: value + 1 for name, value in other.state_dict().items()}
@@ -175,7 +175,7 @@ class TestState:
         ids=["copy", "pickle"],
     )
     def test_copies_are_other_models(self, copied) -> None:
-        model = DataParallel(net(), TWO)
+        model = DataParallel(replicable(), TWO)
         model(batch())
         other = copied(model)
         other(batch()).sum().backward()
@@ -184,7 +184,7 @@ class TestState:
 
     def test_its_threads_end_with_it(self) -> None:
         before = set(threading.enumerate())
-        model = DataParallel(net(), TWO)
+        model = DataParallel(replicable(), TWO)
         model(batch())
         more = set(threading.enumerate()) - before
         assert len(more) == 1  # the first runs in the caller's
@@ -195,7 +195,7 @@ class TestState:
             assert not thread.is_alive()
 
     def test_a_forked_process_has_threads_of_its_own(self) -> None:
-        model = DataParallel(net(), TWO)
+        model = DataParallel(replicable(), TWO)
         expected = model(batch())
         if not (pid := os.fork()):
             code = 1
@@ -237,19 +237,21 @@ class TestFailures:
 
     def test_bad_options_are_refused(self) -> None:
         with pytest.raises(ValueError, match="workers is 'greenlets', but replicas run in threads"):
-            DataParallel(net(), TWO, workers="greenlets")
+            DataParallel(replicable(), TWO, workers="greenlets")
         with pytest.raises(ValueError, match="device_ids is empty"):
-            DataParallel(net(), [])
+            DataParallel(replicable(), [])
 
     def test_replicas_in_processes_name_what_is_there_instead(self) -> None:
         with pytest.raises(ValueError) as caught:
-            DataParallel(net(), TWO, workers="processes")
+            DataParallel(replicable(), TWO, workers="processes")
         told = str(caught.value)
         assert "model = lockstep.parallelize(Net(...).to(world.device))" in told
         assert "lockstep.launch(train, nprocs=2)" in told
         with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'"):
-            DataParallel(net(), TWO, timeout=timedelta(minutes=1))
-        assert_same([DataParallel(net(), TWO, workers="threads")(batch())], [net()(batch())])
+            DataParallel(replicable(), TWO, timeout=timedelta(minutes=1))
+        assert_same(
+            [DataParallel(replicable(), TWO, workers="threads")(batch())], [replicable()(batch())]
+        )
 
 
 class TestDevices:
@@ -260,7 +262,7 @@ class TestDevices:
         try:
             for mine, count in ((1, 1), (2, 2), (16, 4)):
                 torch.set_num_threads(mine)
-                assert DataParallel(net()).device_ids == [torch.device("cpu")] * count
+                assert DataParallel(replicable()).device_ids == [torch.device("cpu")] * count
         finally:
             torch.set_num_threads(before)
 
@@ -268,10 +270,10 @@ class TestDevices:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-        model = DataParallel(net(), [0, 1, 2, 3], output_device=0)
-        assert torch.equal(model(batch()), DataParallel(net())(batch()))
+        model = DataParallel(replicable(), [0, 1, 2, 3], output_device=0)
+        assert torch.equal(model(batch()), DataParallel(replicable())(batch()))
 
     def test_a_single_device_has_no_threads(self) -> None:
         before = threading.active_count()
-        assert torch.equal(DataParallel(net(), ["cpu"])(batch()), net()(batch()))
+        assert torch.equal(DataParallel(replicable(), ["cpu"])(batch()), replicable()(batch()))
         assert threading.active_count() == before

@@ -205,9 +205,9 @@ def test_ranks_go_on_after_a_reduce_in_replicas() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * lockstep.reduce(1.0, "sum")
 
-    def train(world: Any) -> int:
+    def body(world: Any) -> int:
         with pytest.raises(ModelError):
             DataParallel(Reduces(3, 2), TWO)(X)
         return lockstep.reduce(1, "sum")
 
-    assert lockstep.launch(train, nprocs=2, ranks="threads") == [2, 2]
+    assert lockstep.launch(body, nprocs=2, ranks="threads") == [2, 2]
