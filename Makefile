@@ -77,7 +77,7 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-clients .venv-docs .venv-torch-* .venv-python-* docs/_build docs/_pictures
+	rm -rf .venv .venv-clients .venv-docs .venv-torch-* .venv-python-* docs/_build docs/_commands docs/_pictures docs/_reference
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
 define make_environment

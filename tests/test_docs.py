@@ -109,6 +109,15 @@ def test_pages_link_to_pages_that_are_there() -> None:
     assert listed == set(PAGES) - {"index"}
 
 
+def test_what_people_search_for_is_in_the_pages() -> None:
+    """``make docs`` asks the search for them."""
+    (searched,) = re.findall(r'_SEARCHED = """\n(.*?)"""', (DOCS / "conf.py").read_text(), re.S)
+    wanted = set(searched.split())
+    assert len(wanted) > 40
+    words = set(re.findall(r"\w+", " ".join(PAGES.values()).lower()))
+    assert {word for word in wanted if word.lower() not in words} == set()
+
+
 def test_errors_tell_of_their_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ class _Running:
 
 
 class Steps(Generic[T]):
-    """What :func:`steps` returns: iterate over it once.
+    """What :func:`lockstep.steps` returns: iterate over it once.
 
     Attributes:
         step: The number of the step that runs, from 0; before the first one, that of the first.
