@@ -74,6 +74,13 @@ def sharded(group: dist.ProcessGroup, first: nn.Module) -> tuple[nn.Module, torc
     return model, lockstep.shard_optimizer(adamw(model.parameters()))
 
 
+def overlapped(
+    group: dist.ProcessGroup, first: nn.Module, make: Any = adamw
+) -> tuple[nn.Module, Any]:
+    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
+    return model, lockstep.shard_optimizer(make(model.parameters()), overlap=True)
+
+
 def trained(
     group: dist.ProcessGroup, first: nn.Module, make: Any, *, sharded: bool, steps: int = 6
 ) -> tuple[nn.Module, Optimizer]:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import io
-import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,131 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.comm import has_compiled, start_all_gather_in_place
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.errors import CollectiveFailed
 from lockstep.grad import ScatteredBucket, bucket_of
-from lockstep.optim.arriving import ArrivingParameter
 from tests.counts import a_third
 from tests.nn.models import Digits
+from tests.optim.late import Late
 from tests.optim.optimizers import OPTIMIZERS
-from tests.optim.programs import adamw, losses
+from tests.optim.programs import adamw, losses, overlapped
 from tests.ranks import run_ranks
-
-
-class Late:
-    """An all-gather that takes place when it is waited for: whatever doesn't wait sees the past."""
-
-    def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
-        self.group, self.memory, self.was_waited_for = group, memory, False
-
-    def wait(self) -> None:
-        self.was_waited_for = True
-        start_all_gather_in_place(self.group, self.memory).wait()
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
-    """Make updates arrive late; returns those of all ranks so far."""
-    made: list[Late] = []
-
-    def start(group: dist.ProcessGroup, memory: torch.Tensor) -> Late:
-        made.append(Late(group, memory))
-        return made[-1]
-
-    monkeypatch.setattr("lockstep.optim.flat.start_all_gather_in_place", start)
-    monkeypatch.setattr("lockstep.optim.arriving.has_compiled", lambda: False)
-    yield made
-    made.clear()  # they hold groups
-
-
-def made(group: dist.ProcessGroup, first: nn.Module, make: Any = adamw) -> tuple[nn.Module, Any]:
-    model = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-    return model, lockstep.shard_optimizer(make(model.parameters()), overlap=True)
-
-
-class Several(list):
-    """A list of a class of the program's."""
-
-
-def pickled(model: nn.Module) -> list[torch.Tensor]:
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    return [*torch.load(buffer).values()]
-
-
-READS: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
-    "arithmetic": lambda model: [p + 0 for p in model.parameters()],
-    "arithmetic from the right": lambda model: [0 + p for p in model.parameters()],
-    "data": lambda model: [p.data for p in model.parameters()],
-    "detach": lambda model: [p.detach() for p in model.parameters()],
-    "copies": lambda model: [*copy.deepcopy(model).parameters()],
-    "pickles": lambda model: [*pickle.loads(pickle.dumps([*model.parameters()]))],
-    "state_dict": lambda model: [*copy.deepcopy(model.state_dict()).values()],
-    "torch.save": pickled,
-    "numbers": lambda model: [torch.tensor(p.tolist()) for p in model.parameters()],
-    "arrays": lambda model: [torch.tensor(p.detach().numpy()) for p in model.parameters()],
-    "lists": lambda model: torch._foreach_add([*model.parameters()], 0.0),
-    "lists of a class": lambda model: torch._foreach_add(Several(model.parameters()), 0.0),
-    "keywords": lambda model: [torch.add(input=p, other=0) for p in model.parameters()],
-    "addresses": lambda model: [
-        torch.frombuffer(
-            (ctypes.c_float * p.numel()).from_address(p.data_ptr()),
-            dtype=torch.float32,
-        ).view(p.shape)
-        for p in model.parameters()
-    ],
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_whatever_reads_a_parameter_waits_for_it(name: str, late: list[Late]) -> None:
-    torch.manual_seed(0)
-    first = Digits()
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
-        other = adamw(plain.parameters())
-        for mine, its in zip(losses(model, rank, 2), losses(plain, rank, 2), strict=True):
-            mine.backward()
-            its.backward()
-            optimizer.step()
-            other.step()
-            optimizer.zero_grad()
-            other.zero_grad()
-            assert {*map(type, model.parameters())} == {ArrivingParameter}
-            for found, expected in zip(READS[name](model), plain.parameters(), strict=True):
-                assert torch.equal(found, expected)
-
-    run_ranks(2, body, backend="gloo")
-
-
-def test_what_needs_no_values_does_not_wait(late: list[Late]) -> None:
-    first = Digits()
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        next(losses(model, rank, 1)).backward()
-        optimizer.step()
-        arriving = [each for each in late if each.group is group][-1]
-        optimizer.zero_grad()
-        model.zero_grad()
-        for parameter in model.parameters():
-            assert parameter.grad is None
-            assert parameter.requires_grad
-            assert parameter.is_leaf
-            assert parameter.shape.numel() == parameter.numel()
-            assert isinstance(parameter, nn.Parameter)
-            parameter.requires_grad_(True)
-        assert not arriving.was_waited_for
-        model.train().requires_grad_(True)
-        assert not arriving.was_waited_for
-        next(losses(model, rank, 1)).backward()
-        assert arriving.was_waited_for
-        assert not any(isinstance(p, ArrivingParameter) for p in model.parameters())
-
-    run_ranks(2, body, backend="gloo")
 
 
 @a_third("name", OPTIMIZERS)
@@ -180,7 +59,7 @@ def test_each_rank_gets_only_the_means_of_its_elements(size: int, monkeypatch: A
     first = Digits()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
+        model, optimizer = overlapped(group, first)
         plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         for mine, its in zip(losses(model, rank, 3), losses(plain, rank, 3), strict=True):
             plain.zero_grad()
@@ -221,7 +100,7 @@ def test_clipping_with_ours_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -
     first = Digits()
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first, lambda p: torch.optim.SGD(p, lr=0.1))
+        model, optimizer = overlapped(group, first, lambda p: torch.optim.SGD(p, lr=0.1))
         plain = lockstep.parallelize(copy.deepcopy(first), process_group=group)
         other = torch.optim.SGD(plain.parameters(), lr=0.1)
         for mine, its in zip(losses(model, rank, 3), losses(plain, rank, 3), strict=True):
@@ -360,7 +239,7 @@ def test_a_frozen_parameter_leaves_another_layout_to_gradients() -> None:
 def test_all_ranks_may_hold_gradients_in_a_backward() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
         model = nn.Linear(1, 1, bias=False)
-        model, _ = made(group, model, torch.optim.SGD)
+        model, _ = overlapped(group, model, torch.optim.SGD)
         seen = []
         for _ in range(3):
             model(torch.full((1, 1), 1.0 + rank)).sum().backward()
@@ -396,7 +275,7 @@ def test_a_failed_backward_is_an_error_on_the_other_rank_and_loses_nothing() -> 
     first = Digits()
 
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model, optimizer = made(group, first)
+        model, optimizer = overlapped(group, first)
         for loss in losses(model, rank, 2):
             loss.backward()
             optimizer.step()
@@ -424,86 +303,6 @@ def test_a_failed_backward_is_an_error_on_the_other_rank_and_loses_nothing() -> 
     assert all(map(torch.equal, one, other))
 
 
-def test_a_rank_that_is_lost_before_an_update_arrives_is_told_where_it_is_read(
-    late: list[Late], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Digits()
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        next(losses(model, rank, 1)).backward()
-        optimizer.step()
-
-        def lose(self: Late) -> None:
-            raise PeerLost("rank 1 is lost", [1], "all_gather")
-
-        monkeypatch.setattr(Late, "wait", lose)
-        with pytest.raises(PeerLost) as caught:
-            model.fc1.weight.sum()
-        assert "in a step of AdamW" in "".join(caught.value.__notes__)
-        model.fc1.weight.sum()  # it is said once
-
-    run_ranks(2, body, backend="gloo")
-
-
-def test_compiled_code_finds_the_updates_there(
-    late: list[Late], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.optim.arriving.has_compiled", lambda: True)
-    first = Digits()
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        next(losses(model, rank, 1)).backward()
-        optimizer.step()
-        assert all(each.was_waited_for for each in late if each.group is group)
-        assert not any(isinstance(p, ArrivingParameter) for p in model.parameters())
-
-    run_ranks(2, body, backend="gloo")
-
-
-def test_a_parameter_of_a_class_of_the_program_is_there_at_once(late: list[Late]) -> None:
-    class Own(nn.Parameter):
-        pass
-
-    first = Digits()
-    first.fc1.weight = Own(first.fc1.weight.detach())
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        next(losses(model, rank, 1)).backward()
-        optimizer.step()
-        assert all(each.was_waited_for for each in late if each.group is group)
-        assert type(model.fc1.weight) is Own
-        assert model.fc1.weight.grad is not None
-
-    run_ranks(2, body, backend="gloo")
-
-
-@pytest.mark.parametrize("backend", ["threads", "shm"])
-def test_it_changes_nothing_on_our_own_groups(backend: str, late: list[Late]) -> None:
-    first = Digits()
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        model, optimizer = made(group, first)
-        next(losses(model, rank, 1)).backward()
-        optimizer.step()
-        assert not any(isinstance(p, ArrivingParameter) for p in model.parameters())
-
-    run_ranks(2, body, backend=backend)
-    assert not late
-
-
 def test_overlap_is_a_flag() -> None:
     with pytest.raises(TypeError, match="overlap"):
         lockstep.shard_optimizer(adamw(nn.Linear(1, 1).parameters()), overlap="yes")
-
-
-def test_compiling_is_noticed() -> None:
-    before = has_compiled()
-    adamw(nn.Linear(1, 1).parameters())  # imports dynamo, and compiles nothing
-    assert has_compiled() == before
-    torch.compile(nn.Linear(1, 1), backend="eager")
-    assert has_compiled()
-    torch.compiler.reset()
-    assert not has_compiled()
