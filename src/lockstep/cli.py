@@ -319,6 +319,12 @@ def _parser() -> argparse.ArgumentParser:
         "After a rank has failed, the others have 3 at most.",
     )
     run.option(
+        "--stop-signal SIGNAL",
+        "SIGUSR1 or SIGUSR2 asks ranks to stop as SIGTERM does, wherever they are; may be given "
+        "twice. By default these go to ranks that have a handler, as lockstep.steps() has.",
+        action="append",
+    )
+    run.option(
         "--restarts N",
         "When a rank fails, start all ranks again, at once, from a process that has imported torch "
         "already; up to N times in a row without progress. Exit codes: 0 done, 75 stopped and "

@@ -58,11 +58,11 @@ def things_of(options: dict[str, Any]) -> dict[str, Any]:
         nn.Linear(10, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 3)
     )
     lockstep.parallelize(model)
-    if options["kind"] == "adam":
+    if options["kind"].endswith("adam"):
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if options["kind"] == "sharded":
+    if options["kind"].startswith("sharded"):
         lockstep.shard_optimizer(optimizer)
     return {
         "model": model,

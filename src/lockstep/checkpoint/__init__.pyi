@@ -1,6 +1,8 @@
 from .folder import Manifest as Manifest
 from .folder import open_newest as open_newest
 from .loading import load as load
+from .of_snapshots import save_snapshots as save_snapshots
+from .of_snapshots import tensor_names as tensor_names
 from .ranks import Ranks as Ranks
 from .saving import save as save
 from .sharded_state import ShardedState as ShardedState

@@ -115,7 +115,7 @@ def _save(ranks: Ranks, things: dict[str, Any], options: dict[str, Any]) -> Path
         for name in kinds:
             trees[name] = encode(name, things[name], shared, local)
             divided[name] = trees[name].pop("divided")
-        random_state = local.encode(_random_states(), f"random.{ranks.rank}")
+        random_state = local.encode(random_states(), f"random.{ranks.rank}")
         if ranks.rank == 0:
             place = Place(folder, None)
             number = place.number
@@ -223,7 +223,7 @@ def _local_ranges(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> 
         begin += flat.nbytes
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     """Return the states of the generators of random numbers that this process uses."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -18,7 +18,7 @@ from lockstep.checkpoint.folder import Entry, Manifest, StoredPiece, padded
 from lockstep.checkpoint.things import encode, kind_of, names_of, prepare, unwrapped
 from lockstep.errors import CheckpointDamaged
 from lockstep.optim import sharding_of
-from lockstep.tree import Collector, Header, from_flat
+from lockstep.tree import Collector, Header, Range, from_flat
 
 # Before all else the modules: an optimizer may take over their values.
 _ORDER = {"module": 0, "value": 2}
@@ -59,7 +59,8 @@ class Plan:
             self.placed.append(Placed(key, start, flat))
             start += padded(flat.nbytes)
         self.num_bytes = start
-        self.layout = {"things": trees, "tensors": tensors}
+        parts = [*dict.fromkeys(key for key, *_ in local.ranges)]
+        self.layout = {"things": trees, "tensors": tensors, "parts": parts}
         late = _changed_by_steps(things)
         self.late = [each for each in self.placed if _storage(each.elements) in late]
 
@@ -200,11 +201,15 @@ class Snapshot(Manifest):
     Args:
         layout: What is where: that of a :class:`Plan`, or of several.
         memory: The bytes of the tensors.
+
+    Attributes:
+        parts: The names of tensors of which it has this rank's elements, and others have others.
     """
 
     def __init__(self, layout: dict[str, Any], memory: torch.Tensor) -> None:
         self.folder = self._path = Path("the snapshot")
         self._memory = memory
+        self.parts = frozenset[str](layout["parts"])
         things = layout["things"]
         self.facts = {
             "things": things,
@@ -221,6 +226,14 @@ class Snapshot(Manifest):
     def _damaged(self, what: str, name: str = "") -> CheckpointDamaged:
         return CheckpointDamaged(f"A snapshot in memory {what}.")
 
+    def ranges(self, key: str) -> Iterator[Range]:
+        """Yield those elements of a tensor that this rank had, where they are."""
+        header, pieces = self.entries[key]
+        dtype = header.torch_dtype
+        for start, stop, _, offset, _ in pieces:
+            num_bytes = (stop - start) * dtype.itemsize
+            yield Range(key, start, self._memory[offset : offset + num_bytes].view(dtype))
+
     def forget(self) -> None:
         """Nothing is kept: each read makes a new tensor."""
 
@@ -229,12 +242,10 @@ class Snapshot(Manifest):
 
         Its memory is its own: optimizers take it over.
         """
-        header, pieces = self.entries[key]
-        dtype = header.torch_dtype
-        flat = torch.empty(header.numel, dtype=dtype, device="cpu")
-        for start, stop, _, offset, _ in pieces:
-            num_bytes = (stop - start) * dtype.itemsize
-            flat[start:stop] = self._memory[offset : offset + num_bytes].view(dtype)
+        header = self.entries[key].header
+        flat = torch.empty(header.numel, dtype=header.torch_dtype, device="cpu")
+        for _, start, elements in self.ranges(key):
+            flat[start : start + elements.numel()] = elements
         return from_flat(flat, header)
 
     def restore(self, things: Mapping[str, Any]) -> None:
@@ -257,4 +268,8 @@ def merged(
         saved = things[name]["tree"]["dict"]["param_groups"]
         for group, now in zip(saved, groups, strict=True):
             group["dict"] |= now["dict"]
-    return {"things": things, "tensors": first["tensors"] | second["tensors"]}
+    return {
+        "things": things,
+        "tensors": first["tensors"] | second["tensors"],
+        "parts": first["parts"] + second["parts"],
+    }

@@ -7,6 +7,7 @@ from .job import check_num_threads as check_num_threads
 from .job import job_of as job_of
 from .job import num_cores as num_cores
 from .job import whole_number as whole_number
+from .last_snapshot import WrittenOut as WrittenOut
 from .live import state_in_words as state_in_words
 from .snapshot_memory import SnapshotHeader as SnapshotHeader
 from .snapshot_memory import SnapshotMemory as SnapshotMemory

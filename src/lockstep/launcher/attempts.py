@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.exit_codes import DONT_START_AGAIN
+from lockstep.launcher.exit_codes import DONT_START_AGAIN, START_AGAIN
 from lockstep.launcher.failures import Ended, Outcome
 from lockstep.launcher.hosts import Host
 from lockstep.launcher.job import Job
+from lockstep.launcher.last_snapshot import WrittenOut, with_last_snapshot, write_out
 from lockstep.launcher.live import Live
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.rank_process import kill_ranks, none_ended
@@ -24,6 +25,7 @@ from lockstep.status import RunStatus
 from lockstep.world import restart_environment
 
 _MOST_REASON = 120  # characters in the line about a restart
+_WRITING = "the last snapshot is being written as a checkpoint, in some seconds. Ctrl-C ends that."
 
 
 class Attempts:
@@ -53,7 +55,7 @@ class Attempts:
         self._job, self._zygote, self._status, self._is_live = job, zygote, status, is_live
         self._descriptors = snapshots
         self._snapshots = [SnapshotMemory(each) for each in snapshots]
-        self._signals = processes.SignalPipe()
+        self._signals = processes.SignalPipe(job.stop_signals)
         self._record = Record(job.restarts)
         self._host: Host | None = None  # of the newest attempt
         self._run_id = ""
@@ -69,6 +71,8 @@ class Attempts:
                     return self._interrupted(attempt)
                 watch = self._watch(attempt)
                 outcome = self._outcome(attempt, watch)
+                if watch.interrupted_by is not None and not watch.is_hurried:
+                    return self._with_last_snapshot(outcome)
                 if outcome.rank is None or watch.interrupted_by or watch.are_running():
                     return outcome
                 incident = self._incident(outcome)
@@ -88,7 +92,22 @@ class Attempts:
             self._drop(attempt)
         number = self._signals.take_ending()[0]
         message = f"ended by {signal_name(number)}; no rank is left running."
-        return Outcome(128 + number, message=message)
+        return self._with_last_snapshot(Outcome(128 + number, message=message))
+
+    def _with_last_snapshot(self, outcome: Outcome) -> Outcome:
+        """The outcome of a run that a signal has ended, whose ranks may not have saved."""
+        step = self._newest()
+        if outcome.exit_status in (0, START_AGAIN) or step is None:
+            return outcome
+        written = WrittenOut(step)
+        if any(header.path for header in self._snapshots[0].headers().values()):
+            self._say(_WRITING)
+            written = write_out(self._descriptors, self._signals.take_ending)
+        return with_last_snapshot(outcome, written)
+
+    def _say(self, words: str) -> None:
+        if self.console is not None:
+            self.console.say(words)
 
     def _drop(self, attempt: Attempt) -> None:
         kill_ranks(attempt.ranks)
@@ -101,7 +120,7 @@ class Attempts:
     def _watch(self, attempt: Attempt) -> Watch:
         """What is to watch the attempt's ranks, which have a place from now on."""
         self._status.clear()
-        self._begun_at = self._committed()
+        self._begun_at = self._newest()
         try:
             host = Host(self._job, none_ended(attempt.ranks))
             if self._host is not None:
@@ -155,9 +174,9 @@ class Attempts:
         return outcome
 
     def _may_follow(self) -> bool:
-        return self._record.num_left > 0 or self._committed() != self._begun_at
+        return self._record.num_left > 0 or self._newest() != self._begun_at
 
-    def _committed(self) -> int | None:
+    def _newest(self) -> int | None:
         """The newest step that all ranks of this host can go on from."""
         return newest_step(self._snapshots)
 
@@ -167,7 +186,7 @@ class Attempts:
         of_culprit = [state.num_steps for state in states if state.rank == outcome.rank]
         num_steps = max(of_culprit or [state.num_steps for state in states])
         step = (self._begun_at or 0) + num_steps
-        return Incident(outcome.reason, step, self._committed(), outcome.is_of_start)
+        return Incident(outcome.reason, step, self._newest(), outcome.is_of_start)
 
     def _tell(self, outcome: Outcome, incident: Incident, number: int) -> None:
         """Say why the ranks are started again, and from where they go on."""

@@ -75,6 +75,7 @@ class Host:
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
         self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
+        self._ending_signals = *processes.ENDING_SIGNALS, *job.stop_signals
         self._has_come = False  # whether other hosts know of this one
         self._store_file: int | None = None  # of the ranks of one host
         logs = job.num_ranks if job.log_dir is not None else 0
@@ -121,7 +122,7 @@ class Host:
         self._endpoint = endpoint = reach_endpoint(meeting, deadline, company)
         self._store = dist.PrefixStore("lockstep", endpoint.store)
         come = partial(self._come, meeting, size, deadline, company)
-        processes.handle(processes.ENDING_SIGNALS, self._end_of_meeting)
+        processes.handle(self._ending_signals, self._end_of_meeting)
         try:
             # In another thread, so that signals are handled even if the store doesn't answer.
             sizes, names = answered(come, deadline.left() + _LEAST_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
+from lockstep.printable import signal_name
 from lockstep.world import num_visible_gpus
 
 # Between SIGTERM to a rank and SIGKILL: if the launcher is ended, so that a checkpoint can be
@@ -24,6 +26,8 @@ _DEFAULT_NUM_RANKS = 2
 _MOST_RANKS = _MOST_THREADS = 4096
 _MOST = 1_000_000
 _MOST_SCRIPT_BYTES = 1 << 26
+# What schedulers may be asked to send; others mean something else, or can't be handled.
+_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Program(NamedTuple):
@@ -71,6 +75,8 @@ class Job(NamedTuple):
     full_traceback: bool = False  # whether to show frames of lockstep and torch
     # Between a signal that asks ranks to end and SIGKILL; None for what suits the reason.
     grace_seconds: float | None = None
+    # Signals, besides those that end a launcher in any case, by which it asks ranks to stop.
+    stop_signals: tuple[int, ...] = ()
     # How often the ranks may fail without progress, and are started again.
     restarts: int = 0
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
@@ -103,6 +109,7 @@ def job_of(
     full_traceback: bool = False,
     live: bool = True,
     grace: str | None = None,
+    stop_signal: Sequence[str] = (),
     restarts: str | None = None,
     nnodes: str = "1",
     **meeting: str,
@@ -143,6 +150,7 @@ def job_of(
         full_traceback=full_traceback,
         live=live,
         grace_seconds=check_grace(grace),
+        stop_signals=tuple(map(_stop_signal, stop_signal)),
         restarts=check_restarts(restarts, num_hosts),
     )
 
@@ -194,6 +202,17 @@ def check_grace(value: object) -> float | None:
             "ranks have to end by themselves."
         )
     return seconds
+
+
+def _stop_signal(value: str) -> int:
+    names = {signal_name(number): number for number in _STOP_SIGNALS}
+    number = names.get("SIG" + value.upper().removeprefix("SIG"))
+    if number is None:
+        raise BadLaunch(
+            f"--stop-signal is {value:.99}, but {' or '.join(names)} is needed. SIGTERM, SIGHUP "
+            "and SIGINT ask ranks to stop anyway."
+        )
+    return number
 
 
 def check_restarts(value: object, num_hosts: int = 1) -> int:

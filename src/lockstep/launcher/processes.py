@@ -274,9 +274,14 @@ def _leftovers(groups: Collection[int]) -> Iterator[int]:
 
 
 class SignalPipe:
-    """A pipe that becomes readable when a signal arrives, which is then handled between waits."""
+    """A pipe that becomes readable when a signal arrives, which is then handled between waits.
 
-    def __init__(self) -> None:
+    Args:
+        stop_signals: Those that are to end the ranks, besides ENDING_SIGNALS.
+    """
+
+    def __init__(self, stop_signals: Collection[int] = ()) -> None:
+        self._ending = {*ENDING_SIGNALS, *stop_signals}
         self.descriptors = os.pipe()
         self.pending: list[int] = []  # signals that aren't handled yet
         self.child_ended = False  # until its reader resets it
@@ -316,13 +321,17 @@ class SignalPipe:
     def is_pending(self) -> bool:
         """Whether an ending signal has arrived."""
         self.pull()
-        return any(number in ENDING_SIGNALS for number in self.pending)
+        return any(map(self.is_ending, self.pending))
+
+    def is_ending(self, number: int) -> bool:
+        """Whether the signal asks to end."""
+        return number in self._ending
 
     def take_ending(self) -> list[int]:
         """Return the ending signals that have arrived, and forget all that have."""
         self.pull()
         arrived, self.pending = self.pending, []
-        return [number for number in arrived if number in ENDING_SIGNALS]
+        return [*filter(self.is_ending, arrived)]
 
 
 def handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], None]) -> None:

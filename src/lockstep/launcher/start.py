@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import os
 import pickle
 import selectors
@@ -22,6 +21,7 @@ from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
 from lockstep.launcher.failures import Outcome
+from lockstep.launcher.interpreter import command_of
 from lockstep.launcher.job import (
     GRACE_SECONDS,
     Job,
@@ -39,20 +39,6 @@ Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks, after their grace
-# This interpreter's options, which a supervisor has as well, and as often: there is -OO.
-_FLAGS = {
-    "safe_path": "P",
-    "optimize": "O",
-    "dont_write_bytecode": "B",
-    "ignore_environment": "E",
-    "no_user_site": "s",
-}
-_MAIN = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from lockstep.launcher.supervisor import main
-sys.exit(main())
-"""
 
 
 def run_job(job: Job) -> NoReturn:
@@ -83,12 +69,7 @@ def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:
             file.seek(0)
     except OSError as error:
         raise LaunchError(f"There is no file for what ranks are told: {error.strerror}.") from error
-    options = [f"-W{option}" for option in sys.warnoptions]
-    for name, value in sys._xoptions.items():
-        options.append(f"-X{name}" if value is True else f"-X{name}={value}")
-    flags = ((letter, getattr(sys.flags, name)) for name, letter in _FLAGS.items())
-    options += ["-" + letter * times for letter, times in flags if times]
-    command = [sys.executable, *options, "-c", _MAIN, json.dumps(sys.path), str(descriptor)]
+    command = command_of("lockstep.launcher.supervisor", str(descriptor))
     quiet = {} if meeting is None else quiet_environment()
     # The number of threads has to be there before torch is imported: OpenMP reads it once.
     variables = {"OMP_NUM_THREADS": str(job.num_threads), MARK: os.urandom(16).hex()}

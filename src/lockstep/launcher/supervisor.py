@@ -39,7 +39,7 @@ def main() -> int:
     # Until there are ranks there is nothing to do but end, and no traceback to show.
     processes.handle(processes.ENDING_SIGNALS, lambda number, frame: os._exit(128 + number))
     processes.handle(processes.PASSED_SIGNALS, _tell_unheard)
-    descriptor = int(sys.argv[2])
+    descriptor = int(sys.argv[1])
     with open(descriptor, "rb", closefd=False) as file:
         job: Job = pickle.load(file)
     if job.meeting is None:  # else it shows other launchers on this host that this one is there
@@ -47,6 +47,7 @@ def main() -> int:
     else:
         os.set_inheritable(descriptor, False)
     del sys.argv[1:]
+    processes.handle(job.stop_signals, lambda number, frame: os._exit(128 + number))
     if job.caller is not None:
         processes.end_with_parent(os.getppid(), signal.SIGTERM)
     try:
@@ -102,7 +103,7 @@ def _start(job: Job) -> int:
     try:
         host = Host(job, none_ended(ranks))
         live = Live(status, host.world_size) if is_live else None
-        signals = processes.SignalPipe()
+        signals = processes.SignalPipe(job.stop_signals)
         console = Console(open_log_files(job.log_dir, host.ranks), signals, live)
         watch = Watch(job, host, ranks, console, signals)
     except (LaunchError, Ended):

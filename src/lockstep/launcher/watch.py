@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it imports torch
     from lockstep.launcher.hosts import Host
 
 _READ_BYTES = 1 << 16
+_POLL_SECONDS = 0.1
 _MOST_DRAINS = 100  # each empties a pipe
 
 
@@ -62,8 +63,10 @@ class Watch:
         self._is_quick = False  # whether the ranks are ended at once, to be started again
         self._interrupted_by: int | None = None  # the signal that ended the launcher
         self._interrupted_at = 0.0
+        self.is_hurried = False  # whether Ctrl-C came once more
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
+        self._kept = set[int]()  # signals for which no rank has a handler yet
         given = job.grace_seconds
         self._grace_seconds = GRACE_SECONDS if given is None else given
         # A failure ends the run within seconds, however long a checkpoint takes at its own end.
@@ -192,7 +195,12 @@ class Watch:
         """Handle events, after waiting at most ``seconds`` for one; return whether any came."""
         nexts = seconds, self.console.draw(), self._start.seconds_left(), self.console.check()
         self._resume()
+        for number in [*self._kept]:
+            self._kept.discard(number)
+            self._pass_on(number)
         times = [each for each in nexts if each is not None]
+        if self._kept:
+            times.append(_POLL_SECONDS)
         if self.signals.pending:  # they came when nobody waited for them
             times.append(0.0)
         events = self._selector.select(min(times, default=None))
@@ -202,7 +210,7 @@ class Watch:
                 self._selector.unregister(key.fileobj)
         while self.signals.pending:
             number = self.signals.pending.pop(0)
-            (self._end if number in processes.ENDING_SIGNALS else self._pass_on)(number)
+            (self._end if self.signals.is_ending(number) else self._pass_on)(number)
         if self.console.broken and self._interrupted_by is None:
             self._end(signal.SIGPIPE)
         return bool(events)
@@ -261,15 +269,21 @@ class Watch:
             self._escalation = Escalation(after_signal(number, self._grace_seconds))
         elif number == signal.SIGINT or was_ctrl_c:
             self._escalation = Escalation(AT_ONCE)
+            self.is_hurried = True
             self._host.hurry()
 
     def _pass_on(self, number: int) -> None:
-        """Send the signal to the ranks that have a handler for it; it would end the others."""
+        """Send the signal to the ranks that have a handler for it; it would end the others.
+
+        Where ranks are started again it is kept until one has: they may be about to get there.
+        """
         running = [rank for rank in self._ranks if rank.is_running]
         able = [rank for rank in running if processes.expects(rank.pid, number)]
         for rank in able:
             rank.send(number)
-        if running and not able:
+        if running and not able and self._job.restarts:
+            self._kept.add(number)
+        elif running and not able:
             self.console.say(
                 f"{signal_name(number)} came, and no rank has a handler for it: nothing is done."
             )

@@ -19,7 +19,7 @@ from lockstep.resume.local_values import local_values, put_local
 
 # The name of what steps() keeps of itself, beside the program's things.
 STATE = "steps"
-_LOCAL = "steps.local"  # no name of a keyword
+LOCAL = "steps.local"  # no name of a keyword
 _NUMBER = re.compile(r"[0-9]{6,}")
 _log = logging.getLogger("lockstep")
 
@@ -82,7 +82,7 @@ class Checkpoints:
     def _with(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return all that is saved. Every rank calls it; it blocks."""
         local = local_values(self._ranks, self._things)
-        return {**self._things, STATE: state, _LOCAL: self._of_rank(local)}
+        return {**self._things, STATE: state, LOCAL: self._of_rank(local)}
 
     def _of_rank(self, local: Mapping[str, torch.Tensor]) -> OfRank:
         return OfRank(self._ranks.rank, self._ranks.size, local)
@@ -96,7 +96,7 @@ class Checkpoints:
         for number in numbers:
             folder = self.path / number
             try:
-                things = {**self._things, STATE: None, _LOCAL: self._of_rank({})}
+                things = {**self._things, STATE: None, LOCAL: self._of_rank({})}
                 group = self._ranks.group_or_none
                 found = load(folder, process_group=group, random_state=False, **things)
             except CheckpointNotFound:
@@ -112,7 +112,7 @@ class Checkpoints:
                 )
                 raise
             else:
-                put_local(self._things, found[_LOCAL] or {})
+                put_local(self._things, found[LOCAL] or {})
                 state: dict[str, Any] = found[STATE]
                 self._saved_step = state["step"]
                 return state

@@ -30,8 +30,10 @@ def local_values(ranks: Ranks, things: Mapping[str, Any]) -> dict[str, torch.Ten
 def put_local(things: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> None:
     """Put values back where :func:`local_values` has found them."""
     holders = _holders(things)
+    # Of those that a launcher has found, a parameter may be one, which is the same on all ranks.
     for name, value in values.items():
-        holder = holders[name]
+        if (holder := holders.get(name)) is None:
+            continue
         if isinstance(holder, torch.Generator):
             holder.set_state(value)
         else:

@@ -1,0 +1,80 @@
+"""The last snapshot of ranks that were asked to stop, and didn't come to the end of a step.
+
+A process of its own writes it out as a checkpoint: see lockstep.resume.last_snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lockstep.launcher.exit_codes import START_AGAIN
+from lockstep.launcher.failures import Outcome
+from lockstep.launcher.interpreter import command_of
+
+_POLL_SECONDS = 0.05
+_WRITER = "lockstep.resume.last_snapshot"
+
+
+class WrittenOut(NamedTuple):
+    """What came of it."""
+
+    step: int | None = None  # how many steps the snapshot has; None if there is none
+    path: str = ""  # the folder of checkpoints; "" if the program has none
+    error: str = ""  # why it isn't there
+    is_new: bool = False  # whether it was written, and no checkpoint was as new before
+
+
+def write_out(
+    descriptors: Sequence[tuple[int, int]], take_signals: Callable[[], Collection[int]]
+) -> WrittenOut:
+    """Have the newest snapshot that all ranks have written as a checkpoint; Ctrl-C ends that.
+
+    Args:
+        descriptors: Those of the memories for snapshots, in the order of ranks.
+        take_signals: Returns the ending signals that have come since it was called last.
+    """
+    writer = subprocess.Popen(
+        command_of(_WRITER, json.dumps(descriptors)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[each for pair in descriptors for each in pair],
+        start_new_session=True,  # Ctrl-C comes to this process alone
+    )
+    with writer:
+        while True:
+            try:
+                told, errors = writer.communicate(timeout=_POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                if signal.SIGINT in take_signals():
+                    writer.kill()
+    try:
+        return WrittenOut(**json.loads(told))
+    except (ValueError, TypeError):
+        lines = errors.decode(errors="replace").strip().splitlines()
+        how = lines[-1] if lines else f"the process that writes it ended with {writer.returncode}"
+        return WrittenOut(error=how)
+
+
+def with_last_snapshot(outcome: Outcome, written: WrittenOut) -> Outcome:
+    """The outcome of a run that was ended by a signal, with what came of its last snapshot."""
+    if written.error:
+        told = f"the last snapshot wasn't written as a checkpoint: {written.error}"
+    elif written.step is None:
+        return outcome
+    elif not written.path:
+        told = f"the state after {written.step} steps is lost, as steps() has no path."
+    else:
+        how = "was written" if written.is_new else "is a checkpoint"
+        told = (
+            f"the ranks hadn't come to a step's end. The state after {written.step} steps {how} in "
+            f"{written.path}. Give the same command again to go on from there."
+        )
+        outcome = replace(outcome, run_status=START_AGAIN)
+    return replace(outcome, message=f"{outcome.message or ''}\n{told}".strip())
