@@ -176,7 +176,8 @@ def shard_optimizer(
             )
         raise ModelError(
             f"No parameter of this {kind} is a parallel module's, so the ranks' gradients differ "
-            "and their updates can't be shared. Call lockstep.parallelize(model) before."
+            "and their updates can't be shared. Call lockstep.parallelize(model) before, with the "
+            "model whose parameters the optimizer has: moving a model may give it others."
         )
     groups = [*dict.fromkeys(filter(None, groups_of(parameters)))]
     verdict = judge(optimizer, groups, undivided) if groups else None
