@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.algorithms.join
 import torch.distributed.distributed_c10d
+import torch.jit._builtins
 import torch.nn.modules.batchnorm
 import torch.overrides
 import torch.utils._device
@@ -79,6 +80,9 @@ worker = torch.utils.data._utils.worker
 _BaseDataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter
 WorkerInfo = torch.utils.data._utils.worker.WorkerInfo
 
+# TorchScript. What scripted code calls in place of a function of Python.
+_register_builtin = torch.jit._builtins._register_builtin
+
 # Modules. The base of all normalisations with running statistics, that of the BatchNorms, and the
 # state of a Joinable.
 _NormBase = torch.nn.modules.batchnorm._NormBase
@@ -122,6 +126,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_load_from_state_dict": "loads state dicts without the wrapper's prefix",
         "_modules": "children by name",
         "_parameters": "parameters by name, which are replaced in replicas",
+    },
+    "torch.nn.functional": {
+        "_no_grad_embedding_renorm_": "is replaced: ranks take over the rows that lookups scale",
     },
     "torch.ops.aten": {
         "_to_copy": "converts such a tensor: torch does so as it loads an optimizer's state",

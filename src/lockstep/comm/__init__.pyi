@@ -5,6 +5,7 @@ from .any_group import TensorBroadcast as TensorBroadcast
 from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes
 from .any_group import all_gather_in_place as all_gather_in_place
+from .any_group import all_gather_rows as all_gather_rows
 from .any_group import any_rank as any_rank
 from .any_group import broadcast_tensors as broadcast_tensors
 from .any_group import can_average as can_average

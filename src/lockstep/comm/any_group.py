@@ -275,6 +275,18 @@ def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) 
     return [bytes(bytes_of(part)[: int(length)]) for part, length in pairs]
 
 
+def all_gather_rows(group: ProcessGroup, *tensors: Tensor) -> list[list[Tensor]]:
+    """Return every rank's ``tensors``, in rank order, all of which have as many rows on a rank.
+
+    All ranks must call it, and one must have rows at least; it blocks.
+    """
+    counts = all_gather(group, torch.tensor([len(tensors[0])], device=tensors[0].device))
+    most = max(map(int, counts))
+    padded = (torch.cat([t, t.new_zeros(most - len(t), *t.shape[1:])]) for t in tensors)
+    gathered = [all_gather(group, each) for each in padded]
+    return [[each[rank][: int(count)] for each in gathered] for rank, count in enumerate(counts)]
+
+
 def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, int]:
     """Return the sum of the ranks' sparse tensors times ``scale``, and the bytes this rank gave.
 

@@ -29,6 +29,7 @@ from lockstep.grad import (
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
 from lockstep.nn.ready_hooks import ReadyHooks
+from lockstep.nn.renormed import RenormedRows
 from lockstep.nn.tracked import TrackedParameters, parameters_outside, sparse_indices
 from lockstep.nn.verify import check_same_model
 
@@ -105,6 +106,7 @@ class Engine:
         # Whether nested backwards, as of reentrant checkpoints, have computed its gradients.
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)
+        self.renormed = RenormedRows()
         # The module and all modules in it.
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(module.modules())
         self._module = weakref.ref(module)
@@ -144,6 +146,7 @@ class Engine:
         """Reduce the parameters that ``module`` has now, instead of those of ``previous``."""
         named, group = self._named_in(module), self.process_group
         self._tracked = tracked = TrackedParameters(module, named, self._inner, group)
+        self.renormed.find(module, named)
         self.reducer: Reducer = Reducer(
             tracked.trained,
             group,
@@ -272,18 +275,29 @@ class Engine:
         Otherwise a rank would wait for ranks that know of none. If any rank has told, every rank
         calls :meth:`agree` at the end of the backward.
         """
-        return self.buffers.has_changed() or (not self.is_stale and bool(self.put_behind()))
+        if self.renormed.has_to_tell() or self.buffers.has_changed():
+            return True
+        return not self.is_stale and bool(self.put_behind())
 
     def agree(self) -> None:
-        """Agree with the other ranks on buffers and parameters. Every rank must call it.
+        """Agree with the other ranks on buffers, rows and parameters. Every rank must call it.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
             ParameterChanged: On every rank, as :meth:`take_put_behind`.
         """
-        self.buffers.agree()
-        if any(any_rank(self.process_group, [bool(self.put_behind())])):
+        here = [self.buffers.has_changed(), bool(self.put_behind()), *self.renormed.are_noted()]
+        has_changed, are_put, *are_noted = any_rank(self.process_group, here)
+        if has_changed:
+            self.buffers.agree()
+        self.renormed.exchange(self.process_group, are_noted)
+        if are_put:
             self.take_put_behind()
+
+    def exchange_renormed(self) -> None:
+        """Have all ranks take over rows that lookups have scaled. Every rank must call it."""
+        if here := self.renormed.are_noted():
+            self.renormed.exchange(self.process_group, any_rank(self.process_group, here))
 
     def take_put_behind(self) -> None:
         """Continue with parameters that were put in place. Every rank must call it.

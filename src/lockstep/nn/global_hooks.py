@@ -29,6 +29,7 @@ from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed, refuse_distributed_context
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine
+from lockstep.nn.lookups import watch_lookups
 from lockstep.nn.samples import kept
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import accelerator, keepers, parameters_of, watch_optimizers
@@ -53,6 +54,7 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
+        watch_lookups()
         if kept not in keepers:
             keepers.append(kept)
             watch_optimizers(after_other_hooks=True)
@@ -169,6 +171,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return  # the outer optimizer, which steps this one, has called this hook before
     _refuse_put_behind(parameters, engines)
     receive_gradients(optimizer, engines)
+    _refuse_scaled_rows(optimizer, parameters, engines)
     note_step(optimizer, engines)
 
 
@@ -209,6 +212,27 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
                 finish_failed(engine.process_group)
                 engine.take_put_behind()
+
+
+def _refuse_scaled_rows(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor], engines: Collection[Engine]
+) -> None:
+    """Raise if lookups have scaled rows here since the last backward, as no other rank has them.
+
+    A rank that steps with gradients of its own has tables of its own, on purpose.
+    """
+    for engine in engines:
+        is_alike = engine.is_syncing and not engine.reducer.table.has_unreduced
+        if is_alike and (found := engine.renormed.changed_one_of(parameters)):
+            name, rows = found
+            raise ModelError(
+                f"Before this step of {type(optimizer).__name__}, and after the last backward, "
+                f"lookups with max_norm have scaled {len(rows)} rows of {name!r} on rank "
+                f"{engine.process_group.rank()} (the first is {rows[0]}), which other ranks don't "
+                "have yet: their tables would become different. Ranks take scaled rows over at the "
+                "end of a backward. Let forwards without backward come after step(), or call "
+                "lockstep.sync_buffers(model) on every rank before it."
+            )
 
 
 def _is_in_a_step() -> bool:

@@ -28,6 +28,7 @@ from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, fi
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.global_hooks import watch
 from lockstep.nn.loss_scale import watch_scalers
+from lockstep.nn.renormed import refusal_of_tables
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _execution_engine
@@ -370,8 +371,10 @@ def _refusal(
                 f"{kind} can't be made parallel: {where} is parallel already, through torch. Pass "
                 "the bare model, once."
             )
-    if group is not None and (divided := refusal_of_divided(module, options.ignored)):
-        return divided
+    if group is not None:
+        refusal = refusal_of_divided(module, options.ignored) or refusal_of_tables(module)
+        if refusal is not None:
+            return refusal
     trained = False
     others = [state.parameters for state in _all_states() if state not in known]
     for name, parameter in module.named_parameters():

@@ -226,6 +226,9 @@ def join(
 def sync_buffers(module: nn.Module) -> None:
     """Replace buffers whose policy is "late" by their mean over the ranks.
 
+    Ranks also take over the rows of embeddings that lookups with ``max_norm`` have scaled on any of
+    them since the last backward, as they do at the end of each backward.
+
     Call it before you evaluate or save. Every rank must call it; it blocks. ::
 
         model = lockstep.parallelize(Net(), broadcast_buffers={"*.running_*": "late"})
@@ -242,6 +245,7 @@ def sync_buffers(module: nn.Module) -> None:
     for engine in state_of(module).engines:
         finish_failed(engine.process_group)
         engine.buffers.start(late=True)()
+        engine.exchange_renormed()
 
 
 def check_bucket_cap(bucket_cap_mb: float, name: str = "bucket_cap_mb") -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from lockstep.arguments import Device
+from lockstep.nn.lookups import renorm
 from lockstep.nn.replicas.devices import as_devices, check_module
 from lockstep.nn.replicas.group import Replica, this_replica
 from lockstep.torch_private import DisableTorchFunctionSubclass, _NormBase
@@ -249,8 +250,8 @@ def _look_up(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # With a finish, though it changes nothing, the sum includes the replicas around these.
         counts = replica.add_up(counts, torch.clone)
     if max_norm is not None:
-        arguments = weight.detach(), counts.nonzero().flatten(), max_norm, given["norm_type"]
-        scale_rows = partial(torch.embedding_renorm_, *arguments)
+        arguments = weight, counts.nonzero().flatten(), max_norm, given["norm_type"]
+        scale_rows = partial(renorm, *arguments)
         # Before any replica reads a row or saves the weight for its backward.
         scale_rows() if replica is None else _once_per_device(replica, weight.device, scale_rows)
     if given["scale_grad_by_freq"] and weight.requires_grad and torch.is_grad_enabled():
