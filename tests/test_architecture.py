@@ -88,7 +88,7 @@ SHELVES = {
         "generators": BUDGET_OF_A_MODULE,
         "data": 2_700,
         "optim": 4_400,
-        "checkpoint": 2_700,
+        "checkpoint": 2_830,
         "resume": 1_400,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,

@@ -74,15 +74,15 @@ class Folder:
         with _naming(self.path / name):
             return open_regular(name, dir_fd=self._descriptor)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str) -> bytearray:
         """Return the bytes of a file of text, without zeros: a hole takes memory, but no disk."""
         with _naming(self.path / name), os.fdopen(self.open_file(name), "rb") as file:
-            chunks = []
+            found = bytearray()
             while chunk := file.read(1 << 20):
                 if b"\0" in chunk:
                     raise OSError(errno.EINVAL, "It has zeros, which text has not")
-                chunks.append(chunk)
-            return b"".join(chunks)
+                found += chunk
+            return found
 
     def open_lock(self, name: str) -> int:
         """Return the descriptor of a file to lock, and to write to; it is made if need be.

@@ -43,6 +43,11 @@ class Header(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def num_bytes(self) -> int:
+        """The size of all elements."""
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype; a KeyError if torch has none of this name."""
         return _DTYPES[self.dtype]

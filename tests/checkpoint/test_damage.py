@@ -6,14 +6,12 @@ import copy
 import errno
 import fcntl
 import functools
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from lockstep.errors import (
     SaveFailed,
 )
 from lockstep.folders import Folder
+from tests.checkpoint.crafted import facts_of, put_facts
 from tests.checkpoint.training import same, states_of, trained
 from tests.counts import num_examples
 from tests.nn.models import Digits
@@ -390,8 +389,7 @@ def test_a_thing_that_cannot_be_restored_is_named_and_the_others_are(tmp_path) -
 
 def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
     path = lockstep.save(tmp_path, value=torch.zeros(100), words=["a"])
-    manifest = path / "manifest.json"
-    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+    facts = facts_of(path)
 
     entry = facts["tensors"]["value"]
     for changed in [
@@ -410,9 +408,7 @@ def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
         # Two tensors in the same bytes: a small file would take any memory.
         {"tensors": facts["tensors"] | {"other": entry}},
     ]:
-        body = json.dumps(facts | changed).encode()
-        digest = blake2b(body, digest_size=32).hexdigest()
-        manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+        put_facts(path, facts | changed)
         with pytest.raises(CheckpointDamaged, match="can't be understood"):
             lockstep.load(tmp_path, value=None, words=None)
 

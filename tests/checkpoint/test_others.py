@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import threading
 import time
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from lockstep.checkpoint import loading, saving, show
 from lockstep.checkpoint.place import Place
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.folders import Folder
+from tests.checkpoint.crafted import facts_of, put_facts
 from tests.fuzzing import watched
 from tests.ranks import run_ranks
 from tests.waiting import until
@@ -75,15 +74,12 @@ def test_a_folder_of_another_user_keeps_nobody_from_saving(tmp_path, monkeypatch
 def test_a_low_limit_of_open_files_is_no_damage(tmp_path, most_files) -> None:
     """A checkpoint of more ranks than files may be open is read one file after the other."""
     values = run_ranks(1, lambda *_: lockstep.save(tmp_path, value=torch.ones(3)))
-    manifest = values[0] / "manifest.json"
-    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+    facts = facts_of(values[0])
     facts["bytes"] += [0] * 80
     facts["random"] *= 81
     for rank in range(1, 81):
         (values[0] / f"rank-{rank}.bin").touch()
-    body = json.dumps(facts).encode()
-    digest = blake2b(body, digest_size=32).hexdigest()
-    manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+    put_facts(values[0], facts)
     used, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + most_files, limits[1]))
     try:
@@ -110,13 +106,10 @@ def test_what_is_loaded_in_place_shares_no_memory_with_a_value(tmp_path) -> None
 def test_a_large_file_without_contents_is_refused_in_little_memory(tmp_path, capsys) -> None:
     path = lockstep.save(tmp_path, value=torch.ones(16))
     os.truncate(path / "rank-0.bin", 1 << 40)
-    manifest = path / "manifest.json"
-    facts = json.loads(manifest.read_bytes().partition(b"\n")[2])
+    facts = facts_of(path)
     facts["tensors"]["value"] = [["uint8", [1 << 40], [0]], [[0, 1 << 40, 0, 0, 1]]]
     facts["bytes"] = [1 << 40]
-    body = json.dumps(facts).encode()
-    digest = blake2b(body, digest_size=32).hexdigest()
-    manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+    put_facts(path, facts)
     with pytest.raises(CheckpointDamaged, match="the pieces of 'value' don't fit"):
         show(str(path))
 
@@ -331,11 +324,8 @@ def test_a_pipe_or_device_among_the_files_is_refused(tmp_path, name) -> None:
 def test_names_in_a_checkpoint_do_not_reach_the_terminal_raw(tmp_path, capsys) -> None:
     value = {"x[/nope]": torch.ones(1), "[red]\x1b[2J": torch.ones(1), "\x1b]0;title\a": "\x1b"}
     path = lockstep.save(tmp_path / "a[/b]", value=value)
-    manifest = path / "manifest.json"
-    facts = json.loads(manifest.read_bytes().partition(b"\n")[2]) | {"torch": "[bold]\x1b[2J[/]"}
-    body = json.dumps(facts).encode()
-    digest = blake2b(body, digest_size=32).hexdigest()
-    manifest.write_bytes(f"lockstep checkpoint 1 {digest}\n".encode() + body)
+    facts = facts_of(path) | {"torch": "[bold]\x1b[2J[/]"}
+    put_facts(path, facts)
     show(str(path))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown

@@ -30,6 +30,7 @@ from lockstep.observe.tracing import _RankTrace
 from lockstep.status import RunStatus
 from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import mutated, mutated_json, watched
+from tests.memory import growth_of, peak_of
 
 EVIL = "\x1b]0;owned\a\x1b[2J[/nope]</script><script>alert(1)</script>\ud800"
 # All but the ends of lines.
@@ -151,22 +152,16 @@ def longer(path: Path, times: int) -> str:
 def test_a_report_takes_at_most_twice_the_trace_in_memory(
     num_ranks: int, trace: Path, tmp_path: Path
 ) -> None:
-    sizes, peaks = [], []
-    for times in (20, 20, 100):  # of the first, caches remain
+    def make(times: int) -> int:
         for rank in range(num_ranks):
             name = f"rank-{rank}.spans"
             (tmp_path / name).write_text(longer(trace / name, times))
-        tracemalloc.start(1)
-        try:
-            report(str(tmp_path))
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-        sizes.append(sum(path.stat().st_size for path in tmp_path.glob("*.spans")))
-        (tmp_path / "trace.json").unlink()
-    size = sizes[2] - sizes[1]
+        (tmp_path / "trace.json").unlink(missing_ok=True)
+        return sum(path.stat().st_size for path in tmp_path.glob("*.spans"))
+
+    peak, size = growth_of(lambda: report(str(tmp_path)), make)
     assert size > 100_000
-    assert peaks[2] - peaks[1] < 2 * size, (peaks[2] - peaks[1]) / size
+    assert peak < 2 * size, peak / size
 
 
 # What ends a step after those of the trace.
@@ -234,13 +229,12 @@ def test_crafted_lines_take_no_more_memory_than_others(
     (tmp_path / "trace.json").write_text("[\n{}\n]\n")
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     report(str(trace))  # so that what it caches is there
-    tracemalloc.start(1)
-    try:
+
+    def read() -> None:
         with suppress(TraceError):
             report(str(tmp_path))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+
+    peak = peak_of(read)
     assert peak < 2 * size + (6 << 20), (peak / size, peak)
 
 

@@ -6,25 +6,28 @@ Each checkpoint is a folder of its own, ``000001`` and so on. It has a file of b
 
 The manifest's first line has the version of the format and a digest of the rest, which is JSON:
 values (see tree.py), and each tensor's dtype, shape and pieces. A piece is a range of its elements
-in one of the files, with a checksum; together the pieces cover every byte of the files.
+in one of the files, with a checksum; together the pieces cover every byte of the files. The JSON
+stays text, of which objects are made member by member: see json_text.py.
 """
 
 from __future__ import annotations
 
+import bisect
 import errno
 import hashlib
 import itertools
-import json
 import os
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.checkpoint.json_text import Elements, Members, Value, value_at
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from lockstep.folders import Folder
@@ -45,7 +48,17 @@ _MAX_OPEN = 128
 # What the manifest tells of a checkpoint as a whole.
 _KINDS = {"module", "optimizer", "tensor", "generator", "state", "value"}
 _FIELDS = {"lockstep": str, "torch": str, "saved": str, "ranks": int}
+# The longest of these, and of a tensor's dtype and shape, as they are in the JSON.
+_MOST_FACT_BYTES, _MOST_HEADER_BYTES = 1 << 10, 1 << 16
 _FIRST_LINE = re.compile(rb"lockstep checkpoint ([0-9]{1,9}) ([0-9a-f]{64})\n")
+# How things, tensors and pieces begin in the JSON.
+_THING = re.compile(rb'\{\s*"kind"\s*:\s*"([a-z]{1,20})"\s*,\s*"tree"\s*:\s*')
+_NUMBERS = rb"\[([0-9,\s]*+)\]\s*"
+_SIZES, _NUMBER = re.compile(_NUMBERS), re.compile(rb"[0-9]{1,18}")
+_HEADER = re.compile(
+    rb'\[\s*\[\s*"(\w{1,30})"\s*,\s*' + _NUMBERS + rb",\s*" + _NUMBERS + rb"\]\s*,\s*\[\s*"
+)
+_PIECE = re.compile(rb"\[\s*" + rb"\s*,\s*".join([rb"([0-9]{1,18})"] * 5) + rb"\s*\]\s*(?:,\s*)?")
 NUMBER = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 
 
@@ -63,7 +76,48 @@ class Entry(NamedTuple):
     """A tensor of a checkpoint."""
 
     header: Header
-    pieces: tuple[StoredPiece, ...]  # in the order of their elements, of which they have all
+    pieces: Iterable[StoredPiece]  # in the order of their elements, of which they have all
+
+
+class _Pieces:
+    """Pieces that are in a manifest; each is made when it is its turn."""
+
+    def __init__(self, value: Value) -> None:
+        self._value = value
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        text, at, stop = self._value
+        while at < stop:
+            found = _PIECE.match(text, at, stop)
+            if found is None:
+                raise ValueError(f"there is no piece at byte {at}")
+            yield StoredPiece(*map(int, found.groups()))
+            at = found.end()
+
+
+class _Entries(Mapping[str, Entry]):
+    """The tensors that a manifest lists; an entry is made when it is asked for."""
+
+    def __init__(self, value: Value) -> None:
+        self._members = Members(value)
+
+    def __getitem__(self, key: str) -> Entry:
+        text, start, stop = self._members.value(key)
+        found = _HEADER.match(text, start, stop)
+        if found is None or found.end() - found.start() > _MOST_HEADER_BYTES:
+            raise ValueError(f"{key[:100]!r} has no dtype and shape")
+        dtype, *numbers = found.groups()
+        shape, order = (tuple(map(int, each.split(b","))) if each else () for each in numbers)
+        pieces = text.rindex(b"]", start, text.rindex(b"]", start, stop))
+        return Entry(
+            Header(dtype.decode(), shape, order), _Pieces(Value(text, found.end(), pieces))
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
 
 
 def numbers_in(path: Path) -> list[int]:
@@ -87,7 +141,7 @@ class Manifest:
 
     Attributes:
         folder: The checkpoint.
-        facts: The JSON as a whole.
+        facts: What the JSON has, but for the tensors.
         entries: The tensors by name.
 
     Raises:
@@ -98,16 +152,17 @@ class Manifest:
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / MANIFEST
         self._read = weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor]()
+        self._buffer = bytearray()  # for the elements of a piece
         try:
             self._files = Folder(folder)
-            first, _, body = self._files.read(MANIFEST).partition(b"\n")
+            text = self._files.read(MANIFEST)
         except (FileNotFoundError, NotADirectoryError) as error:
             if not folder.is_dir():
                 raise CheckpointNotFound(f"There is no checkpoint {folder}.") from error
             raise self._damaged("is missing") from error
         except OSError as error:
             raise self._damaged(f"can't be read ({error.strerror})") from error
-        found = _FIRST_LINE.fullmatch(first + b"\n")
+        found = _FIRST_LINE.match(text)
         if found is None:
             raise self._damaged("doesn't begin as a checkpoint of lockstep does")
         if int(found[1]) > VERSION:
@@ -115,9 +170,10 @@ class Manifest:
                 f"{self._path} has format {int(found[1])}, and this version of lockstep reads up "
                 f"to {VERSION}. Install the version that it was saved with, or a newer one."
             )
-        if hashlib.blake2b(body, digest_size=32).hexdigest().encode() != found[2]:
+        digest = hashlib.blake2b(memoryview(text)[found.end() :], digest_size=32).hexdigest()
+        if digest.encode() != found[2]:
             raise self._damaged("isn't as it was written")
-        self.facts, self.entries, self.sizes = self.parse(self._parse, body)
+        self.facts, self.entries, self.sizes = self.parse(self._parse, text, found.end())
 
     def _damaged(self, what: str, name: str = MANIFEST) -> CheckpointDamaged:
         return CheckpointDamaged(
@@ -127,7 +183,20 @@ class Manifest:
 
     def plain_values(self) -> set[str]:
         """Return the names of what was saved as it is."""
-        return {name for name, thing in self.facts["things"].items() if thing["kind"] == "value"}
+        return {name for name in self.facts["things"] if self.thing(name)[0] == "value"}
+
+    def some_names(self) -> str:
+        """Return the names of some things, for an error."""
+        names = map(repr, itertools.islice(self.facts["things"], 20))
+        return excerpt(", ".join(names)) or "nothing"
+
+    def thing(self, name: str) -> tuple[str, Value]:
+        """Return of which kind a thing is, and where its value is in the manifest."""
+        text, start, stop = self.facts["things"].value(name)
+        found = _THING.match(text, start, stop)
+        if found is None or (kind := found[1].decode()) not in _KINDS:
+            raise ValueError(f"{name[:100]!r} has no kind and value")
+        return kind, Value(text, found.end(), stop - 1)
 
     def parse(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, in which any error means that the manifest is damaged."""
@@ -147,22 +216,24 @@ class Manifest:
             "Load fewer things, or on a machine with more memory."
         )
 
-    def _parse(self, body: bytes) -> tuple[dict[str, Any], dict[str, Entry], list[int]]:
-        facts = json.loads(body)
-        sizes = [int(size) for size in facts["bytes"]]
-        for name, thing in facts["things"].items():
-            if thing["kind"] not in _KINDS or "tree" not in thing:
-                raise ValueError(f"{name!r} has no kind and value")
+    def _parse(self, text: bytearray, start: int) -> tuple[dict[str, Any], _Entries, Sequence[int]]:
+        body = Members(value_at(text, start))
+        facts: dict[str, Any] = {}
         for name, kind in _FIELDS.items():
-            if not isinstance(facts[name], kind):
-                raise TypeError(f"{name!r} is {facts[name]!r}")
-        if not isinstance(facts["random"], list) or len(facts["random"]) != len(sizes) or not sizes:
+            value = body.value(name)
+            if value.num_bytes > _MOST_FACT_BYTES or not isinstance(value.read(), kind):
+                raise TypeError(f"{name!r} is {text[value.start : value.stop][:100]!r}")
+            facts[name] = value.read()
+        self.facts = facts  # which thing() looks at
+        facts["things"], facts["divided"] = map(Members, map(body.value, ("things", "divided")))
+        for name in facts["things"]:
+            self.thing(name)
+        facts["random"] = Elements(body.value("random"))
+        sizes = _sizes(body.value("bytes"))
+        if len(facts["random"]) != len(sizes) or not sizes:
             raise ValueError("the ranks have no random states")
-        entries = {
-            key: _entry(key, header, pieces, sizes)
-            for key, (header, pieces) in facts["tensors"].items()
-        }
-        _check_apart(entries)
+        entries = _Entries(body.value("tensors"))
+        _check(entries, sizes)
         self._open(sizes)
         return facts, entries, sizes
 
@@ -226,17 +297,19 @@ class Manifest:
         """Read each tensor anew, instead of giving what was read of it before."""
         self._read.clear()
 
-    def verify(self, key: str) -> int:
-        """Verify all elements of a tensor, in little memory; return the number of its bytes.
+    def verify(self, key: str) -> None:
+        """Verify all elements of a tensor, in the memory of its largest piece.
 
         Raises:
             CheckpointDamaged: If one isn't as it was written.
         """
         header, pieces = self.entries[key]
-        memory, size = memoryview(bytearray(MAX_PIECE_BYTES)), header.torch_dtype.itemsize
+        size = header.torch_dtype.itemsize
         for piece in pieces:
-            self._read_piece(key, piece, memory[: (piece.stop - piece.start) * size])
-        return int(header.numel * size)
+            num_bytes = (piece.stop - piece.start) * size
+            if len(self._buffer) < num_bytes:
+                self._buffer = bytearray(num_bytes)
+            self._read_piece(key, piece, memoryview(self._buffer)[:num_bytes])
 
     def _read_piece(self, key: str, piece: StoredPiece, memory: memoryview) -> None:
         padding = bytearray(padded(len(memory)) - len(memory))
@@ -299,35 +372,41 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def _entry(key: str, header: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> Entry:
-    """Return the entry of a tensor, whose pieces have all of it and are in the files."""
-    dtype, shape, order = header
-    header = Header(dtype, tuple(map(int, shape)), tuple(map(int, order)))
-    entry = Entry(header, tuple(StoredPiece(*map(int, piece)) for piece in pieces))
-    from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
-    at = 0
-    for start, stop, file, offset, _ in entry.pieces:
-        num_bytes = (stop - start) * header.torch_dtype.itemsize
-        is_inside = start == at <= stop and file >= 0 and num_bytes <= MAX_PIECE_BYTES
-        is_inside = is_inside and 0 <= offset <= sizes[file] - padded(num_bytes)
-        if not is_inside:
-            raise ValueError(f"the pieces of {key!r} don't fit")
-        at = stop
-    if at != header.numel:
-        raise ValueError(f"the pieces of {key!r} have {at} of {header.numel} elements")
-    return entry
+def _sizes(value: Value) -> array[int]:
+    """Return the sizes of the ranks' files."""
+    if _SIZES.fullmatch(*value) is None:
+        raise ValueError("the sizes of files aren't numbers")
+    return array("q", (int(found[0]) for found in _NUMBER.finditer(*value)))
 
 
-def _check_apart(entries: Mapping[str, Entry]) -> None:
-    """Check that no byte of a file is in two pieces: all tensors together are as large as files."""
-    places = sorted(
-        (piece.file, piece.offset, (piece.stop - piece.start) * entry.header.torch_dtype.itemsize)
-        for entry in entries.values()
-        for piece in entry.pieces
-    )
-    for (file, offset, size), (next_file, next_offset, _) in itertools.pairwise(places):
-        if file == next_file and offset + padded(size) > next_offset:
-            raise ValueError(f"pieces overlap at byte {next_offset} of {file_of(file)}")
+def _check(entries: _Entries, sizes: Sequence[int]) -> None:
+    """Check that the pieces of each tensor have all of it, and are in the files.
+
+    No byte of a file is in two pieces: all tensors together are as large as files.
+    """
+    starts = array("q", itertools.accumulate(sizes, initial=0))  # if one file follows the other
+    places, lengths = array("q"), array("i")
+    for key, (header, pieces) in entries.items():
+        from_flat(torch.empty(header.numel, dtype=header.torch_dtype, device="meta"), header)
+        at = 0
+        for start, stop, file, offset, _ in pieces:
+            num_bytes = (stop - start) * header.torch_dtype.itemsize
+            is_inside = start == at < stop and num_bytes <= MAX_PIECE_BYTES
+            if not (is_inside and offset <= sizes[file] - padded(num_bytes)):
+                raise ValueError(f"the pieces of {key[:100]!r} don't fit")
+            places.append(starts[file] + offset)
+            lengths.append(padded(num_bytes))
+            at = stop
+        if at != header.numel:
+            raise ValueError(f"the pieces of {key[:100]!r} have {at} of {header.numel} elements")
+    if not places:
+        return
+    ordered, order = torch.frombuffer(places, dtype=torch.int64).sort()
+    ends = ordered + torch.frombuffer(lengths, dtype=torch.int32)[order]
+    if (overlapping := (ends[:-1] > ordered[1:]).nonzero()).numel():
+        at = int(ordered[int(overlapping[0]) + 1])
+        file = bisect.bisect_right(starts, at) - 1
+        raise ValueError(f"pieces overlap at byte {at - starts[file]} of {file_of(file)}")
 
 
 def open_newest(path: Path) -> Manifest:

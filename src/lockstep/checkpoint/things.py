@@ -152,9 +152,9 @@ def prepare(
     """
     things = manifest.facts["things"]
     if name not in things:
-        known = excerpt(", ".join(map(repr, things)) or "nothing")
         raise CheckpointMismatch(
-            f"There is no {name!r} in {manifest.folder}, which has {known}. Load what is there."
+            f"There is no {name!r} in {manifest.folder}, which has {manifest.some_names()}. Load "
+            "what is there."
         )
     if isinstance(thing, OfRank):
         of_rank = thing.read(name, manifest)

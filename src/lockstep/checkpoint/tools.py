@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from lockstep.checkpoint.folder import excerpt, open_newest
+from lockstep.checkpoint.folder import Manifest, excerpt, open_newest
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 from lockstep.printable import printable
 from lockstep.tables import FittedTable
 from lockstep.tree import TensorName, decode
+
+# Of a value that is shown, in the manifest; and the rows of a table, each of which takes 5 KB.
+_MOST_SHOWN_BYTES, _MOST_ROWS = 1 << 14, 500
 
 
 class DcpReader(StorageReader):
@@ -88,24 +93,43 @@ def show(checkpoint: str) -> None:
     """Print what is in a checkpoint, of which every byte is verified."""
     manifest = open_newest(Path(checkpoint))
     facts, console = manifest.facts, Console()
-    tensors = []
-    for key, (header, _) in manifest.entries.items():
-        num_bytes = manifest.verify(key)
-        if not key.startswith("random."):
-            tensors.append([key, str([*header.shape]), header.dtype, f"{num_bytes:,}"])
-    values = []
-    for name, thing in facts["things"].items():
-        is_value = thing["kind"] == "value"
-        value = manifest.parse(decode, thing["tree"], TensorName) if is_value else ""
-        values.append([name, thing["kind"], reprlib.repr(value) if is_value else ""])
-    total = sum(manifest.sizes)
+    for key in manifest.entries:
+        manifest.verify(key)
     summary = (
         f"{manifest.folder}: saved {facts['saved']} by {facts['ranks']} ranks, with lockstep "
-        f"{facts['lockstep']} and torch {facts['torch']}; {total:,} bytes, all as written."
+        f"{facts['lockstep']} and torch {facts['torch']}; {sum(manifest.sizes):,} bytes, all as "
+        "written."
     )
     console.print(Text(printable(summary)))
-    console.print(FittedTable(("thing", "kind", "value"), values, texts=range(3)))
-    console.print(FittedTable(("tensor", "shape", "dtype", "bytes"), tensors, texts=range(3)))
+    _print_rows(
+        console, ("thing", "kind", "value"), (_row_of(manifest, n) for n in facts["things"])
+    )
+    tensors = (
+        [excerpt(key), excerpt([*header.shape]), header.dtype, f"{header.num_bytes:,}"]
+        for key, (header, _) in manifest.entries.items()
+        if not key.startswith("random.")
+    )
+    _print_rows(console, ("tensor", "shape", "dtype", "bytes"), tensors)
+
+
+def _row_of(manifest: Manifest, name: str) -> list[str]:
+    """Describe a thing, of which little is read: as objects it takes far more than in the file."""
+    kind, value = manifest.thing(name)
+    told = ""
+    if kind == "value":
+        told = f"{value.num_bytes:,} bytes of JSON"
+        if value.num_bytes <= _MOST_SHOWN_BYTES:
+            told = reprlib.repr(manifest.parse(decode, value.read(), TensorName))
+    return [excerpt(name), kind, told]
+
+
+def _print_rows(console: Console, columns: Sequence[str], rows: Iterator[list[str]]) -> None:
+    """Print a table, or several of a part of the rows each."""
+    part = [*itertools.islice(rows, _MOST_ROWS)]
+    while True:
+        console.print(FittedTable(columns, part, texts=range(3)))
+        if not (part := [*itertools.islice(rows, _MOST_ROWS)]):
+            return
 
 
 def export(checkpoint: str, to: str, thing: str = "model") -> None:
@@ -125,8 +149,9 @@ def export(checkpoint: str, to: str, thing: str = "model") -> None:
         ) from error
     manifest = open_newest(Path(checkpoint))
     if thing not in manifest.facts["things"]:
-        known = excerpt(", ".join(map(repr, manifest.facts["things"])))
-        raise CheckpointMismatch(f"There is no {thing!r} in {manifest.folder}, which has {known}.")
+        raise CheckpointMismatch(
+            f"There is no {thing!r} in {manifest.folder}, which has {manifest.some_names()}."
+        )
     value = manifest.parse(decode, manifest.facts["things"][thing]["tree"], manifest.read)
     if isinstance(value, torch.Tensor):
         value = {thing: value}
