@@ -4,6 +4,7 @@ from .loading import load as load
 from .of_snapshots import save_snapshots as save_snapshots
 from .of_snapshots import tensor_names as tensor_names
 from .ranks import Ranks as Ranks
+from .saving import background_of as background_of
 from .saving import save as save
 from .sharded_state import ShardedState as ShardedState
 from .snapshot import Live as Live

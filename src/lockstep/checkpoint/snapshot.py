@@ -248,6 +248,12 @@ class Snapshot(Manifest):
             flat[start : start + elements.numel()] = elements
         return from_flat(flat, header)
 
+    def value(self, name: str) -> Any:
+        """Return a plain value that is in it; None if there is none."""
+        return (
+            prepare(name, None, self, {}, strict=True)() if name in self.facts["things"] else None
+        )
+
     def restore(self, things: Mapping[str, Any]) -> None:
         """Put back what is in it of ``things``. If an optimizer is sharded, every rank calls it.
 

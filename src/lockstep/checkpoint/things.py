@@ -25,34 +25,34 @@ Action = Callable[[], object]
 
 
 class OfRank:
-    """Tensors by name that are one rank's own: it alone gets them back, of as many ranks.
+    """Values by name that are one rank's own: it alone gets them back, of as many ranks.
+
+    Of another number of ranks, all get those of rank 0.
 
     Args:
         rank: The rank.
         size: The number of ranks.
-        tensors: What is saved; of no use for loading, which returns what was saved, or None if it
-            was at another number of ranks.
+        values: What is saved; of no use for loading, which returns what was saved.
     """
 
-    def __init__(self, rank: int, size: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.rank, self.size, self.tensors = rank, size, tensors
+    def __init__(self, rank: int, size: int, values: Mapping[str, Any]) -> None:
+        self.rank, self.size, self.values = rank, size, values
 
     def encode(self, name: str, local: Collector) -> dict[str, Any]:
         """Return it as a thing that is divided by rank."""
         path = f"{name}.{self.rank}"
-        pairs = [[key, local.encode(each, f"{path}.{key}")] for key, each in self.tensors.items()]
+        pairs = [[key, local.encode(each, f"{path}.{key}")] for key, each in self.values.items()]
         return {"kind": "value", "tree": None, "divided": {str(self.rank): pairs}}
 
-    def read(self, name: str, manifest: Manifest) -> dict[str, torch.Tensor] | None:
-        """Return this rank's tensors, None if they are of another number of ranks."""
-        if manifest.facts["ranks"] != self.size:
-            return None
+    def read(self, name: str, manifest: Manifest) -> dict[str, Any]:
+        """Return this rank's values."""
+        rank = self.rank if manifest.facts["ranks"] == self.size else 0
 
-        def tensors() -> dict[str, torch.Tensor]:
-            pairs = manifest.facts["divided"][name][str(self.rank)]
+        def values() -> dict[str, Any]:
+            pairs = manifest.facts["divided"][name][str(rank)]
             return {str(key): decode(each, manifest.read) for key, each in pairs}
 
-        found: dict[str, torch.Tensor] = manifest.parse(tensors)
+        found: dict[str, Any] = manifest.parse(values)
         return found
 
 

@@ -10,16 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep.checkpoint import OfRank, Ranks, load, save
+from lockstep.checkpoint import OfRank, Ranks, background_of, load, save
 from lockstep.deadline import Deadline
-from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.resume.local_values import local_values, put_local
 
 # The name of what steps() keeps of itself, beside the program's things.
 STATE = "steps"
-LOCAL = "steps.local"  # no name of a keyword
+# No names of keywords.
+LOCAL, LOADER = "steps.local", "steps.loader"
 _NUMBER = re.compile(r"[0-9]{6,}")
 _log = logging.getLogger("lockstep")
 
@@ -39,7 +38,7 @@ class Checkpoints:
         self,
         path: Path,
         ranks: Ranks,
-        things: Mapping[str, Any],
+        things: dict[str, Any],
         every: int | timedelta,
         keep: int,
     ) -> None:
@@ -64,60 +63,105 @@ class Checkpoints:
         """Whether it is time for one; ranks' clocks differ."""
         return self._next is not None and not self._next.left()
 
-    def save(self, step: int, state: dict[str, Any], *, waits: bool) -> None:
+    def save(self, step: int, state: dict[str, Any], loader_state: Any, *, waits: bool) -> None:
         """Save the state after ``step`` steps, unless that was done. Every rank calls it."""
         if step == self._saved_step:
+            if waits:
+                background_of(self._ranks.group).finish_on(self._ranks)
             return
-        group, things = self._ranks.group_or_none, self._with(state)
+        group, things = self._ranks.group_or_none, self._with(state, loader_state)
         save(self.path, keep=self._keep, async_=not waits, process_group=group, **things)
         self._saved_step = step
         self._wait_anew()
 
-    def save_best(self, state: dict[str, Any]) -> None:
+    def save_best(self, state: dict[str, Any], loader_state: Any) -> None:
         """Save the best state so far in a folder of its own. Every rank calls it; it blocks."""
         group = self._ranks.group_or_none
-        things = self._with(state)
+        things = self._with(state, loader_state)
         save(self.path / "best", keep=1, process_group=group, **things)
 
-    def _with(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _with(self, state: dict[str, Any], loader_state: Any) -> dict[str, Any]:
         """Return all that is saved. Every rank calls it; it blocks."""
-        local = local_values(self._ranks, self._things)
-        return {**self._things, STATE: state, LOCAL: self._of_rank(local)}
+        more = {} if loader_state is None else {LOADER: loader_state}
+        local, apart = local_values(self._ranks, self._things, more)
+        things = {name: each for name, each in (self._things | more).items() if name not in apart}
+        state = state | {"ranks": self._ranks.size, "apart": apart}
+        return things | {STATE: state, LOCAL: self._of_rank(local)}
 
-    def _of_rank(self, local: Mapping[str, torch.Tensor]) -> OfRank:
+    def _of_rank(self, local: Mapping[str, Any]) -> OfRank:
         return OfRank(self._ranks.rank, self._ranks.size, local)
 
-    def load_newest(self) -> dict[str, Any] | None:
+    def prepare(self) -> None:
+        """Make the folder, so that one that can't be made is known before training.
+
+        A save of an earlier loop that still goes on is completed before that.
+
+        Every rank calls it; it blocks.
+
+        Raises:
+            SaveFailed: If that isn't possible.
+        """
+        background_of(self._ranks.group).finish_on(self._ranks)
+        failure = None
+        if self._ranks.rank == 0:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                failure = SaveFailed(f"The folder {self.path} can't be made ({error.strerror}).")
+        self._ranks.gather(failure)
+
+    def are_there(self) -> bool:
+        """Whether there are any. Every rank calls it; it blocks."""
+        return bool(self._numbers())
+
+    def load_newest(self) -> tuple[dict[str, Any], Any] | None:
         """Load the newest whole checkpoint; return what was kept of steps(), None without one.
 
         Every rank calls it; it blocks.
+
+        Returns:
+            What is the same on all ranks, and the state of a foreign loader.
         """
-        numbers = self._ranks.gather(None, self._numbers() if self._ranks.rank == 0 else [])[0]
+        numbers = self._numbers()
         for number in numbers:
-            folder = self.path / number
             try:
-                things = {**self._things, STATE: None, LOCAL: self._of_rank({})}
-                group = self._ranks.group_or_none
-                found = load(folder, process_group=group, random_state=False, **things)
+                return self._load(self.path / number)
             except CheckpointNotFound:
                 return None
             except CheckpointDamaged as error:
                 if number == numbers[-1]:
                     raise
                 _log.warning("%s\nThe run goes on from an older one.", error)
-            except CheckpointError as error:
+            except (CheckpointError, ValueError) as error:
                 error.add_note(
                     f"steps() goes on from the newest checkpoint in {self.path}, which is of "
-                    "another program or model. Give each run a path of its own."
+                    "another program, model or loader. Give each run a path of its own."
                 )
                 raise
-            else:
-                put_local(self._things, found[LOCAL] or {})
-                state: dict[str, Any] = found[STATE]
-                self._saved_step = state["step"]
-                return state
         return None
 
+    def _load(self, folder: Path) -> tuple[dict[str, Any], Any]:
+        group = self._ranks.group_or_none
+        kept: dict[str, Any] = {STATE: None, LOCAL: self._of_rank({})}
+        found = load(folder, process_group=group, random_state=False, **kept)
+        state, local = found[STATE], found[LOCAL]
+        if LOADER in local and state["ranks"] != self._ranks.size:
+            raise ValueError(
+                f"The loader had another state on each of {state['ranks']} ranks, and there are "
+                f"{self._ranks.size} now. Start as many, or begin a run with "
+                "lockstep.DataLoader, which goes on at any number."
+            )
+        apart = state.get("apart", ())  # their states are among the local ones
+        things = {name: each for name, each in self._things.items() if name not in apart}
+        load(folder, process_group=group, random_state=False, **things)
+        put_local(self._things, local)
+        self._saved_step = state["step"]
+        return state, local.get(LOADER, found.get(LOADER))
+
     def _numbers(self) -> list[str]:
-        names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(filter(_NUMBER.fullmatch, names), key=int, reverse=True)
+        """Return the names of all, from the newest on. Every rank calls it; it blocks."""
+        names = []
+        if self._ranks.rank == 0 and self.path.is_dir():
+            names = sorted(filter(_NUMBER.fullmatch, os.listdir(self.path)), key=int, reverse=True)
+        found: list[str] = self._ranks.gather(None, names)[0]
+        return found

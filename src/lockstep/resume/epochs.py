@@ -14,41 +14,67 @@ class Epochs:
     """Gives the batches of a loader, which can tell and load its state.
 
     Attributes:
-        epoch: The number of the epoch, from 0.
+        is_foreign: Whether the loader is another than lockstep's: its state may be the rank's own,
+            and it may draw from the global generators.
     """
 
     def __init__(self, loader: Any, num_epochs: int | None) -> None:
         self._loader, self._num_epochs = loader, num_epochs
-        self.epoch, self._num_given = 0, 0
-        if isinstance(loader, DataLoader):  # the program may have set its epoch
-            self.epoch = loader.state_dict()["epoch"]
+        self._epoch, self._num_given = 0, 0
+        self.is_foreign = not isinstance(loader, DataLoader)
+        if not self.is_foreign:  # the program may have set its epoch
+            self._epoch = loader.state_dict()["epoch"]
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = None  # a batch that was asked for early, in a list; or the end
         self._state: dict[str, Any] = {}  # before that
 
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0; before the first batch, that of the batch."""
+        is_over = self._iterator is None and 0 < self._num_given == self._length()
+        return self._epoch + is_over
+
     def state(self) -> dict[str, Any]:
-        """Return where the loader is.
+        """Return where it is, but for a foreign loader's own state.
 
         Raises:
             RuntimeError: If something else has changed the loader.
         """
-        found = self._state if self._ahead is not None else self._loader.state_dict()
-        if isinstance(self._loader, DataLoader):
-            # Between epochs its state is that of the next one.
-            now = found["epoch"], found["num_batches"]
-            if now not in ((self.epoch, self._num_given), (self.epoch + 1, 0)):
-                raise RuntimeError(
-                    f"The loader that steps() iterates over is at batch {now[1]} of epoch {now[0]},"
-                    f" and steps() has given {self._num_given} batches of epoch {self.epoch}: the "
-                    "body of a step has iterated over it, or changed its epoch. Make another "
-                    "loader for that."
-                )
-        return {"epoch": self.epoch, "given": self._num_given, "loader": found}
+        state = {"epoch": self._epoch, "given": self._num_given, "of": type(self._loader).__name__}
+        return state if self.is_foreign else state | {"loader": self._checked()}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.epoch, self._num_given = state["epoch"], state["given"]
-        self._loader.load_state_dict(state["loader"])
+    def loader_state(self) -> Any:
+        """Return the state of a foreign loader; None of lockstep's."""
+        return self._loader_state() if self.is_foreign else None
+
+    def _loader_state(self) -> Any:
+        return self._state if self._ahead is not None else self._loader.state_dict()
+
+    def _checked(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._loader_state()
+        now = found["epoch"], found["num_batches"]
+        if now == (self._epoch, self._num_given):
+            return found
+        raise RuntimeError(
+            f"The loader that steps() iterates over is at batch {now[1]} of epoch {now[0]}, and "
+            f"steps() has given {self._num_given} batches of epoch {self._epoch}: the body of a "
+            "step has iterated over it, or changed its epoch. Make another loader for that."
+        )
+
+    def load(self, state: dict[str, Any], loader_state: Any) -> None:
+        """Go on from a state, and that of a foreign loader.
+
+        Raises:
+            ValueError: If they are of another loader.
+        """
+        name = type(self._loader).__name__
+        if "next" in state or ("loader" in state) == self.is_foreign:
+            raise ValueError(
+                f"The run's batches came from a {state['of']}, and this loader is a {name}. Give "
+                "steps() the loader that the run was begun with, or another path."
+            )
+        self._epoch, self._num_given = state["epoch"], state["given"]
+        self._loader.load_state_dict(loader_state if self.is_foreign else state["loader"])
 
     def next(self) -> Any:
         """Return the next batch, in a list; None after the last epoch."""
@@ -65,7 +91,7 @@ class Epochs:
         return found
 
     def _read(self) -> Any:
-        while self._num_epochs is None or self.epoch < self._num_epochs:
+        while self._num_epochs is None or self._epoch < self._num_epochs:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             batch = next(self._iterator, _END)
@@ -73,24 +99,28 @@ class Epochs:
                 return [batch]
             if not self._num_given:
                 raise ValueError(
-                    f"Epoch {self.epoch} of the {type(self._loader).__name__} has no batch. Give "
+                    f"Epoch {self._epoch} of the {type(self._loader).__name__} has no batch. Give "
                     "steps() a loader that has some."
                 )
             self._iterator, self._num_given = None, 0
-            self.epoch += 1
+            self._epoch += 1
         return _END
 
     def is_last_of_epoch(self) -> bool:
         """Whether no batch of the epoch follows the one that was given last."""
-        try:
-            return bool(self._num_given >= len(self._loader))
-        except (TypeError, NotImplementedError):
-            pass
+        if (length := self._length()) is not None:
+            return self._num_given >= length
         if self._ahead is None and self._iterator is not None:
             self._state = self._loader.state_dict()
             batch = next(self._iterator, _END)
             self._ahead = _END if batch is _END else [batch]
         return self._ahead is _END
+
+    def _length(self) -> int | None:
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
 
 
 class Numbers:
@@ -98,19 +128,28 @@ class Numbers:
 
     Attributes:
         epoch: 0.
+        is_foreign: False.
     """
 
-    epoch = 0
+    epoch, is_foreign = 0, False
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._next = num_steps, 0
 
     def state(self) -> dict[str, Any]:
         """Return the next number."""
-        return {"next": self._next}
+        return {"next": self._next, "of": "number of steps"}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def loader_state(self) -> None:
+        """There is no loader."""
+
+    def load(self, state: dict[str, Any], loader_state: Any) -> None:
         """Go on from a state."""
+        if "loader" in state or "given" in state:
+            raise ValueError(
+                f"The run's batches came from a {state['of']}, and steps() is given a number of "
+                "steps. Give it the loader that the run was begun with, or another path."
+            )
         self._next = state["next"]
 
     def next(self) -> Any:

@@ -17,7 +17,7 @@ import torch
 from lockstep.checkpoint import Snapshot, merged, open_newest, save_snapshots, tensor_names
 from lockstep.errors import CheckpointError
 from lockstep.launcher import SnapshotHeader, SnapshotMemory, WrittenOut
-from lockstep.resume.checkpoints import LOCAL, STATE
+from lockstep.resume.checkpoints import LOADER, LOCAL, STATE
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.snapshots import checksum_of
 from lockstep.tree import decode
@@ -80,7 +80,7 @@ def _read(memory: SnapshotMemory, header: SnapshotHeader) -> _Of | None:
 
 def _written(every: Sequence[_Of]) -> WrittenOut:
     first = every[0]
-    step, path = first.header.step, first.header.path
+    step, path = first.values["step"], first.header.path
     if not path:
         return WrittenOut(step)
     ranks = [each.header.rank for each in every]
@@ -89,12 +89,13 @@ def _written(every: Sequence[_Of]) -> WrittenOut:
     if _newest_step(Path(path)) >= step:
         return WrittenOut(step, path)
     snapshots = [each.snapshot for each in every]
-    seed = first.values["seed"]
+    seed, apart = first.values["seed"], _apart(snapshots)
+    local = [_local(snapshot, snapshots[0]) | _taken(snapshot, apart) for snapshot in snapshots]
     save_snapshots(
         Path(path),
         snapshots,
-        {STATE: first.values},
-        {LOCAL: [_local(snapshot, snapshots[0]) for snapshot in snapshots]},
+        {STATE: first.values | {"ranks": len(every), "apart": apart}},
+        {LOCAL: local},
         lambda rank: seed_step(seed, step, rank),
     )
     return WrittenOut(step, path, is_new=True)
@@ -108,6 +109,29 @@ def _newest_step(path: Path) -> int:
         return int(manifest.parse(decode, tree, manifest.read)["step"])
     except (CheckpointError, KeyError):
         return -1
+
+
+def _apart(snapshots: Sequence[Snapshot]) -> list[str]:
+    """Return the names of states that differ between ranks."""
+    names = [
+        name
+        for name, thing in snapshots[0].facts["things"].items()
+        if thing["kind"] == "state" or name == LOADER
+    ]
+    return [
+        name for name in names if not all(_is_alike(each, snapshots[0], name) for each in snapshots)
+    ]
+
+
+def _is_alike(snapshot: Snapshot, first: Snapshot, name: str) -> bool:
+    mine, theirs = (each.facts["things"][name]["tree"] for each in (snapshot, first))
+    return mine == theirs and all(_is_equal(snapshot, first, key) for key in tensor_names(mine))
+
+
+def _taken(snapshot: Snapshot, names: Sequence[str]) -> dict[str, Any]:
+    """Take things out of a snapshot, and return their states."""
+    trees = {name: snapshot.facts["things"].pop(name)["tree"] for name in names}
+    return {name: decode(tree, snapshot.read) for name, tree in trees.items()}
 
 
 def _local(snapshot: Snapshot, first: Snapshot) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""What each rank has of its own: buffers, tensors and generators that differ from rank 0's."""
+"""What each rank has of its own: tensors, generators and states that differ from rank 0's."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,34 +12,49 @@ from torch import nn
 
 from lockstep.checkpoint import Ranks, kind_of, unwrapped
 from lockstep.comm import bytes_of
+from lockstep.tree import Collector
 
 
-def local_values(ranks: Ranks, things: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return by name the values on this rank that aren't those of rank 0.
+def local_values(
+    ranks: Ranks, things: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return by name what isn't on this rank as on rank 0.
 
-    Every rank calls it; it blocks.
+    Of whole states, all ranks have those that differ on any rank. Every rank calls it; it blocks.
+
+    Args:
+        ranks: All ranks.
+        things: All things.
+        values: More values, by names of their own.
+
+    Returns:
+        The values; and the names of things and of ``values`` that are among them as a whole.
     """
-    values = {
+    tensors = {
         name: thing.get_state() if isinstance(thing, torch.Generator) else thing.detach()
         for name, thing in _holders(things).items()
     }
-    digests = {name: _digest(value) for name, value in values.items()}
-    first = ranks.gather(None, digests)[0]
-    return {name: value for name, value in values.items() if digests[name] != first.get(name)}
+    states = {name: things[name].state_dict() for name in _with_states(things)} | {**values}
+    digests = {name: _digest(value) for name, value in (tensors | states).items()}
+    every = ranks.gather(None, digests)
+    apart = [name for name in states if any(each[name] != every[0][name] for each in every)]
+    local = {name: each for name, each in tensors.items() if digests[name] != every[0].get(name)}
+    return local | {name: states[name] for name in apart}, apart
 
 
-def put_local(things: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> None:
+def put_local(things: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Put values back where :func:`local_values` has found them."""
     holders = _holders(things)
     # Of those that a launcher has found, a parameter may be one, which is the same on all ranks.
     for name, value in values.items():
-        if (holder := holders.get(name)) is None:
-            continue
+        holder = holders.get(name, things.get(name))
         if isinstance(holder, torch.Generator):
             holder.set_state(value)
-        else:
+        elif isinstance(holder, torch.Tensor):
             with torch.no_grad():
                 holder.copy_(value)
+        elif holder is not None:
+            holder.load_state_dict(value)
 
 
 def _holders(things: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +71,19 @@ def _holders(things: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _digest(value: torch.Tensor) -> str:
-    memory = bytes_of(value.cpu().contiguous().view(-1))
-    return hashlib.blake2b(memory, digest_size=8).hexdigest()
+def _with_states(things: Mapping[str, Any]) -> list[str]:
+    """Return the names of objects that are neither modules nor optimizers, and have a state."""
+    return sorted(
+        name
+        for name, thing in things.items()
+        if kind_of(thing) == "state" and not isinstance(thing, torch.optim.Optimizer)
+    )
+
+
+def _digest(value: Any) -> str:
+    collector = Collector()
+    found = hashlib.blake2b(json.dumps(collector.encode(value, "")).encode(), digest_size=8)
+    for key, flat in collector.whole.items():
+        found.update(repr(collector.headers[key]).encode())
+        found.update(bytes_of(flat.cpu()))
+    return found.hexdigest()

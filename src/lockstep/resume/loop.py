@@ -90,7 +90,7 @@ def steps(
     before, and the parameters at the end are the same in every bit, with the same number of ranks.
     All that lasts from step to step is to be among the things. Buffers, tensors and generators may
     differ between ranks: as many ranks as before get their own back, other numbers those of rank 0.
-    What other objects' ``state_dict()`` returns comes from checkpoints as rank 0 had it.
+    So may the states of other objects, and of a loader that isn't lockstep's.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the program at the end of a step, the same on all
     ranks: it saves a checkpoint to ``path``, takes a snapshot, and exits with code 75, which means

@@ -27,6 +27,8 @@ class Agreed(NamedTuple):
     stops: bool  # a rank was asked to stop
     saves: bool  # it is time for a checkpoint
     fails: bool  # a rank can't take snapshots
+    is_torn: bool  # a rank's last snapshot was changed while it was copied
+    accumulates: bool  # a rank has gradients that the next step adds to
     snapshot_every: int
     exchange_every: int
 
@@ -59,18 +61,20 @@ class Pace:
         """Note how long a snapshot took."""
         self._snapshot_seconds.append(seconds)
 
-    def exchange(self, *, stops: bool, saves: bool, fails: bool) -> Agreed:
+    def exchange(self, **facts: bool) -> Agreed:
         """Return what holds on any rank. Every rank calls it, after the same step; it blocks."""
-        mine = Agreed(stops, saves, fails, self._next_snapshot(), self._next_exchange())
+        mine = Agreed(
+            **facts, snapshot_every=self._next_snapshot(), exchange_every=self._next_exchange()
+        )
         if self._group is ALONE:
             return mine
         finish_failed(self._group)
         start = time.perf_counter()
-        facts = torch.tensor(mine, dtype=torch.int64, device=device_of_facts(self._group))
-        every = zip(*(each.tolist() for each in all_gather(self._group, facts)), strict=True)
+        own = torch.tensor(mine, dtype=torch.int64, device=device_of_facts(self._group))
+        every = zip(*(each.tolist() for each in all_gather(self._group, own)), strict=True)
         self._exchange_seconds.append(time.perf_counter() - start)
         most = [*map(max, every)]
-        return Agreed(*map(bool, most[:3]), *most[3:])
+        return Agreed(*map(bool, most[:-2]), *most[-2:])
 
     def _step(self) -> float:
         return max(1e-6, statistics.median(self._step_seconds)) if self._step_seconds else 1.0

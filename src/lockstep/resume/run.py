@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -15,26 +16,34 @@ import torch
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.comm import context_of
+from lockstep.generators import global_generators
 from lockstep.launcher import START_AGAIN, SnapshotMemory
+from lockstep.resume.accumulation import Accumulation
 from lockstep.resume.checkpoints import Checkpoints
-from lockstep.resume.pace import Pace
+from lockstep.resume.newest import key_of, load_newest
+from lockstep.resume.pace import Agreed, Pace
+from lockstep.resume.progress import Progress
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
 from lockstep.world import restarts_of
 
 T = TypeVar("T")
-_FORMAT = 1
+_log = logging.getLogger("lockstep")
 
 
-class _Running:
-    """Whether a loop over steps runs, of a group."""
+class _Loops:
+    """The loops over steps of a group, one after the other."""
 
-    is_on = False
+    number = 0  # of those that were made
+    num_steps = 0  # of those that are over
+    running: Any = None
 
 
 class Steps(Generic[T]):
-    """What :func:`lockstep.steps` returns: iterate over it once.
+    """What :func:`lockstep.steps` returns: iterate over it.
+
+    A loop that is left by ``break`` goes on where it was when it is iterated over again.
 
     Attributes:
         step: The number of the step that runs, from 0; before the first one, that of the first.
@@ -51,70 +60,39 @@ class Steps(Generic[T]):
     ) -> None:
         self._ranks, self._batches, self._things = ranks, batches, things
         self._checkpoints, self._pace = checkpoints, pace
+        self._progress = Progress(batches, things)
+        self._accumulation = Accumulation(things, tells=ranks.rank == 0)
+        self._loops = context_of(ranks.group).get(_Loops)
         self.restarts, descriptors = restarts_of(os.environ)
         memory = SnapshotMemory.inherited(descriptors) if descriptors else None
         self._snapshots: Snapshots | None = None
         if memory is not None:
             path = "" if checkpoints is None else str(checkpoints.path)
-            key = _key_of(ranks, path, things)
+            key = key_of(ranks, path, things, self._loops.number)
             self._snapshots = Snapshots(memory, things, key, ranks.rank, path)
-        self.step = self._num_done = self._first = 0
+        self._loops.number += 1
+        self.step = self._first = 0
+        self._base: int | None = None  # the steps of earlier loops
         self._num_steps: float = 0
-        self._seed = 0
-        self._best: float | None = None
-        self._is_best = False
         self._next_meeting = self._next_snapshot = 1
-        self._is_over = self._fails = False
+        self._is_best = self._saves = False  # due at the step's end
+        self._is_in_step = self._is_over = self._fails = False
 
     def resume(self, seed: int | None, num_steps: float) -> None:
         """Put all things into the newest state that there is. Every rank calls it."""
-        self._num_steps = num_steps
-        usable = [] if self._snapshots is None else self._snapshots.usable()
+        self._num_steps, progress = num_steps, self._progress
         kinds = {name: kind_of(thing) for name, thing in sorted(self._things.items())}
         self._ranks.check_same({"things": kinds, "seed": seed}, "give to steps()")
+        if self._checkpoints is not None:
+            self._checkpoints.prepare()
         proposed = torch.initial_seed() % 2**62 if seed is None else as_whole_number("seed", seed)
-        every = self._ranks.gather(None, [usable, proposed])
-        common = set.intersection(*({*steps} for steps, _ in every))
-        self._seed = every[0][1]
-        state = None
-        if common:
-            assert self._snapshots is not None
-            failure, newest = None, max(common)
-            try:
-                state = self._snapshots.restore(newest)
-            except Exception as error:
-                failure = error
-            self._ranks.gather(failure)
-            self._snapshots.discard(but=newest)
-        else:
-            if self._snapshots is not None:
-                self._snapshots.discard()
-            if self._checkpoints is not None:
-                state = self._checkpoints.load_newest()
+        progress.seed = self._ranks.gather(None, proposed)[0]
+        state = load_newest(self._ranks, self._snapshots, self._checkpoints, 0)
         if state is not None:
-            self._put(state, seed)
-        self.step = self._first = self._num_done
-        self._next_meeting = self._next_snapshot = self._num_done + 1
-
-    def _put(self, state: dict[str, Any], seed: int | None) -> None:
-        if state["format"] != _FORMAT or state["batches"].keys() != self._batches.state().keys():
-            raise ValueError(
-                "The newest checkpoint is of a run whose steps came from "
-                f"{'a loader' if 'loader' in state['batches'] else 'numbers'}, or of another "
-                "release. Give another path, or what the run was begun with."
-            )
-        self._num_done, self._best = state["step"], state["best"]
-        self._seed = state["seed"] if seed is None else seed
-        self._batches.load(state["batches"])
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "step": self._num_done,
-            "seed": self._seed,
-            "best": self._best,
-            "batches": self._batches.state(),
-        }
+            progress.load(*state)
+            progress.seed = progress.seed if seed is None else seed
+        self.step = self._first = progress.num_done
+        self._next_meeting = self._next_snapshot = progress.num_done + 1
 
     @property
     def epoch(self) -> int:
@@ -124,7 +102,11 @@ class Steps(Generic[T]):
     @property
     def is_last_of_epoch(self) -> bool:
         """Whether the batch is the last one of its epoch."""
-        return bool(self._batches.is_last_of_epoch())
+        if not self._batches.is_foreign:
+            return bool(self._batches.is_last_of_epoch())
+        with global_generators().kept():  # it may read the next batch
+            self._seed(self.step + 1)
+            return bool(self._batches.is_last_of_epoch())
 
     def best(self, metric: float, *, higher: bool = False) -> bool:
         """Keep the state after this step in ``path``'s folder ``best``, if ``metric`` is the best.
@@ -143,87 +125,151 @@ class Steps(Generic[T]):
         """
         if self._checkpoints is None:
             raise ValueError("best() keeps a checkpoint: give steps() a path.")
-        value = float(self._ranks.gather(None, float(metric))[0])
+        value, best = float(self._ranks.gather(None, float(metric))[0]), self._progress.best
         sign = -1 if higher else 1
-        is_best = not math.isnan(value) and (self._best is None or sign * value < sign * self._best)
+        is_best = not math.isnan(value) and (best is None or sign * value < sign * best)
         if is_best:
-            self._best, self._is_best = value, True
+            self._progress.best, self._is_best = value, True
         return is_best
 
     def __iter__(self) -> Iterator[T]:
         """Yield what each step is to work on."""
-        running = context_of(self._ranks.group).get(_Running)
-        if running.is_on or self._is_over:
+        if self._loops.running is not None:
             raise RuntimeError(
-                "Another loop over steps() runs already, or this one has run. End the first loop "
-                "before the second begins, and call steps() for each."
+                f"A loop over {'these' if self._loops.running is self else 'other'} steps() runs "
+                "already, in step "
+                f"{self._loops.running.step}: its batches, its random numbers and its snapshots "
+                "are those of one loop. End it before another one begins."
             )
-        running.is_on = self._is_over = True
+        if self._is_over:
+            _log.warning(
+                "All of the %s steps of steps() are done, and this loop has none: it yields the "
+                "batches of all epochs. Iterate over it once, with no loop over epochs around it.",
+                self._progress.num_done,
+            )
+            return
+        self._loops.running = self
+        self._base = self._loops.num_steps if self._base is None else self._base
         try:
-            with StopSignals() as signals:
+            with ExitStack() as stack:
+                signals = stack.enter_context(StopSignals())
+                stack.enter_context(self._accumulation)
+                if self._snapshots is not None:
+                    stack.enter_context(self._snapshots)
                 yield from self._run(signals)
         finally:
-            running.is_on = False
-            if self._snapshots is not None:
+            self._loops.running = None
+            self._loops.num_steps = self._base + self._progress.num_done
+            if self._is_over and self._snapshots is not None:
                 self._snapshots.close()
 
     def _run(self, signals: StopSignals) -> Iterator[T]:
-        while self._num_done < self._num_steps:
+        if self._is_in_step:  # the loop was left by break
+            self._end_step(signals)
+        progress = self._progress
+        while progress.num_done < self._num_steps:
             self._pace.begin_step()
+            if self._batches.is_foreign:
+                self._seed(progress.num_done)
             if (batch := self._batches.next()) is None:
                 break
-            self.step = self._num_done
-            seed_step(self._seed, self.step, self._ranks.rank)
+            self.step = progress.num_done
+            self._seed(self.step)
+            self._accumulation.begin_step()
+            self._is_in_step = True
             yield batch[0]
             del batch
             self._pace.end_step()
-            self._num_done += 1
-            self._commit(signals)
-        if self._num_done > self._first:
-            self._finish()
+            self._end_step(signals)
+        self._finish()
 
-    def _commit(self, signals: StopSignals) -> None:
+    def _seed(self, step: int) -> None:
+        seed_step(self._progress.seed, step, self._ranks.rank)
+
+    def _end_step(self, signals: StopSignals) -> None:
         """Take the state for that after the step; save it if that is due. On all ranks alike."""
-        done, checkpoints = self._num_done, self._checkpoints
-        saves = checkpoints is not None and checkpoints.is_due(done)
-        stops = False
-        if done >= self._next_meeting or saves or self._is_best:
-            if self._snapshots is not None and done >= self._next_snapshot:
-                self._try(self._snapshots.join)
-            is_time = checkpoints is not None and checkpoints.is_time
-            agreed = self._pace.exchange(stops=bool(signals.name), saves=is_time, fails=self._fails)
-            stops, saves = agreed.stops, saves or agreed.saves
-            if agreed.fails:
-                self._drop_snapshots()
-            if self._snapshots is not None and (stops or done >= self._next_snapshot):
-                self._take_snapshot()
-                self._next_snapshot = done + agreed.snapshot_every
-            self._next_meeting = done + agreed.exchange_every
-            if self._snapshots is not None:
-                self._next_meeting = min(self._next_meeting, self._next_snapshot)
+        self._is_in_step = False
+        self._progress.num_done += 1
+        done, checkpoints = self._progress.num_done, self._checkpoints
         if checkpoints is not None:
+            self._saves = self._saves or checkpoints.is_due(done)
             if self._is_best:
                 self._is_best = False
-                checkpoints.save_best(self._state())
-            if saves or stops:
-                checkpoints.save(done, self._state(), waits=stops)
-        if stops:
+                checkpoints.save_best(*self._state())
+        if done >= self._next_meeting or self._saves:
+            self._meet(signals)
+
+    def _meet(self, signals: StopSignals) -> None:
+        """Agree with the other ranks on what is due, and do it."""
+        done, checkpoints = self._progress.num_done, self._checkpoints
+        takes = self._snapshots is not None and done >= self._next_snapshot
+        if takes:
+            self._complete_snapshot()
+        agreed = self._pace.exchange(
+            stops=bool(signals.name),
+            saves=self._saves or (checkpoints is not None and checkpoints.is_time),
+            fails=self._fails,
+            is_torn=self._snapshots is not None and self._snapshots.is_torn,
+            accumulates=self._accumulation.goes_on(),
+        )
+        self._settle_last(agreed)
+        self._next_meeting = done + agreed.exchange_every
+        if agreed.accumulates and (takes or agreed.saves or agreed.stops):
+            self._saves, self._next_meeting = agreed.saves, done + 1  # all of it later
+            return
+        if self._snapshots is not None:
+            if takes or agreed.stops:
+                self._take_snapshot()
+                self._next_snapshot = done + agreed.snapshot_every
+            self._next_meeting = min(self._next_meeting, self._next_snapshot)
+        if checkpoints is not None and (agreed.saves or agreed.stops):
+            self._saves = False
+            checkpoints.save(done, *self._state(), waits=agreed.stops)
+        if agreed.stops:
             self._stop(signals.name)
 
     def _finish(self) -> None:
+        self._is_over = True
+        done = self._progress.num_done
+        if done == self._first:
+            if done and not self.restarts and self._ranks.rank == 0:
+                _log.warning(
+                    "All of the %s steps of this run were done before: none is left. Give steps() "
+                    "more of them, or another path for another run.",
+                    done,
+                )
+            return
         if self._checkpoints is not None:
-            self._checkpoints.save(self._num_done, self._state(), waits=True)
+            self._checkpoints.save(done, *self._state(), waits=True)
         if self._snapshots is not None:
-            self._try(self._snapshots.join)
-            if self._pace.exchange(stops=False, saves=False, fails=self._fails).fails:
-                self._drop_snapshots()
-            else:
+            self._complete_snapshot()
+            is_torn = self._snapshots.is_torn
+            none = {"stops": False, "saves": False, "accumulates": False}
+            self._settle_last(self._pace.exchange(fails=self._fails, is_torn=is_torn, **none))
+            if self._snapshots is not None:
                 self._take_snapshot()
+
+    def _settle_last(self, agreed: Agreed) -> None:
+        """Do what the last snapshot needs, if there was something wrong with it on any rank."""
+        if self._snapshots is not None and agreed.fails:
+            self._snapshots.discard()
+            self._snapshots.close()
+            self._snapshots = None
+        elif self._snapshots is not None and agreed.is_torn:
+            self._snapshots.retake()
+
+    def _state(self) -> tuple[dict[str, Any], Any]:
+        return self._progress.state(), self._batches.loader_state()
 
     def _take_snapshot(self) -> None:
         assert self._snapshots is not None
-        snapshots, state = self._snapshots, self._state()
-        self._try(lambda: self._pace.took_snapshot(snapshots.take(self._num_done, state)))
+        step = (self._base or 0) + self._progress.num_done
+        taken = partial(self._snapshots.take, step, *self._state())
+        self._try(lambda: self._pace.took_snapshot(taken()))
+
+    def _complete_snapshot(self) -> None:
+        assert self._snapshots is not None
+        self._try(self._snapshots.join)
 
     def _try(self, take: Callable[[], object]) -> None:
         """Take a snapshot, or complete it; if there is no room, all ranks are told at the next."""
@@ -237,12 +283,6 @@ class Steps(Generic[T]):
             )
             self._fails = True
 
-    def _drop_snapshots(self) -> None:
-        assert self._snapshots is not None
-        self._snapshots.discard()
-        self._snapshots.close()
-        self._snapshots = None
-
     def _stop(self, signal_name: str) -> NoReturn:
         if self._ranks.rank == 0:
             why = f"by {signal_name}" if signal_name else "on another rank"
@@ -252,22 +292,9 @@ class Steps(Generic[T]):
             elif self._snapshots is not None:
                 where = "in memory"
             print(
-                f"lockstep: asked to stop {why}; {self._num_done} steps are done. The state is "
-                f"kept {where}. Start the program again to go on.",
+                f"lockstep: asked to stop {why}; {self._progress.num_done} steps are done. The "
+                f"state is kept {where}. Start the program again to go on.",
                 file=sys.stderr,
                 flush=True,
             )
         raise SystemExit(START_AGAIN)
-
-
-def _key_of(ranks: Ranks, path: str, things: dict[str, Any]) -> bytes:
-    """Return the digest of the program and its arguments, to which snapshots belong."""
-    digest = hashlib.blake2b(digest_size=32)
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    try:
-        digest.update(Path(script).read_bytes())
-    except OSError:
-        digest.update(b"no file")
-    kinds = {name: kind_of(thing) for name, thing in sorted(things.items())}
-    digest.update(repr([script, sys.argv, path, kinds, ranks.rank, ranks.size]).encode())
-    return digest.digest()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lockstep.checkpoint import Live, Plan, Snapshot, merged
 from lockstep.comm import bytes_of, check_room
 from lockstep.errors import SharedMemoryFull
 from lockstep.launcher import SnapshotHeader, SnapshotMemory
+from lockstep.resume.checkpoints import LOADER
 from lockstep.torch_private import _foreach_copy_
 
 # From this size on, a thread copies what only an optimizer's step changes.
@@ -37,7 +38,12 @@ class Snapshots:
         key: The digest of the program.
         rank: This rank.
         path: The folder of the program's checkpoints, or "".
+
+    Attributes:
+        is_torn: Whether the last one was discarded, as it was changed while it was copied.
     """
+
+    is_torn = False
 
     def __init__(
         self, memory: SnapshotMemory, things: Mapping[str, Any], key: bytes, rank: int, path: str
@@ -52,11 +58,23 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._thread_seconds = 0.0
+        self._versions: list[int] = []  # of what the thread copies
+        self._copies_at_once = False
+        self._is_first = True
+        self._hook: Any = None
+
+    def __enter__(self) -> Snapshots:
+        """A loop begins, in which snapshots are taken."""
         self._hook = register_optimizer_step_pre_hook(lambda *_: self.join())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Complete what is being copied."""
+        self._hook.remove()
+        self.join()
 
     def close(self) -> None:
-        """Complete what is being copied, and leave the memory to the launcher."""
-        self._hook.remove()
+        """Leave the memory to the launcher."""
         try:
             self.join()
         finally:
@@ -64,15 +82,27 @@ class Snapshots:
             self._memory.close()
 
     def join(self) -> None:
-        """Wait until the thread has copied the snapshot."""
+        """Wait until the thread has copied the snapshot.
+
+        If the program has changed meanwhile what it copied, it is no snapshot.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            if self._error is None and self._versions != _versions(self._sources[1]):
+                self._memory.discard(1 - self._slot)
+                self.is_torn = True
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def take(self, step: int, values: dict[str, Any]) -> float:
+    def retake(self) -> None:
+        """Take the next one in place of the last, which is torn on a rank: all of it at once."""
+        self._slot = 1 - self._slot
+        self._memory.discard(self._slot)
+        self.is_torn, self._copies_at_once = False, True
+
+    def take(self, step: int, values: dict[str, Any], loader_state: Any) -> float:
         """Take a snapshot of the state after ``step`` steps; return the seconds that the last took.
 
         The other slot has to be whole on all ranks.
@@ -83,12 +113,16 @@ class Snapshots:
         start = time.perf_counter()
         self.join()
         seconds, self._thread_seconds = self._thread_seconds, 0.0
+        if self._is_first:
+            self._discard_others()
         slot = self._slot
         self._memory.discard(slot)
         live = self._live.update()
         if self._layout[0] is not live:
             self._layout = live, json.dumps(live.layout).encode()
         rest = {n: t for n, t in self._things.items() if n not in self._live.names}
+        if loader_state is not None:
+            rest[LOADER] = loader_state
         changing = Plan(rest, live.num_bytes)
         text = json.dumps(
             {"layout": changing.layout, "options": self._live.options(), "values": values}
@@ -111,10 +145,10 @@ class Snapshots:
         with torch.no_grad():
             for _, offset, elements in changing.placed:
                 _target(tensors, offset, elements).copy_(elements)
-        is_late = sum(each.elements.nbytes for each in live.late) >= _THREAD_BYTES
-        late = live.late if is_late else []
+        late_bytes = sum(each.elements.nbytes for each in live.late)
         self._copy(slot, live, tensors, memory, late=False)
-        if late:
+        if late_bytes >= _THREAD_BYTES and not self._copies_at_once:
+            self._versions = _versions(self._sources[1])
             self._thread = threading.Thread(
                 target=self._finish, args=(slot, live, tensors, memory, header), daemon=True
             )
@@ -187,8 +221,11 @@ class Snapshots:
             found.append(header.step)
         return found
 
-    def restore(self, step: int) -> dict[str, Any]:
-        """Put back the snapshot of ``step``, and return the values that were taken with it.
+    def restore(self, step: int) -> tuple[dict[str, Any], Any]:
+        """Put back the snapshot of ``step``.
+
+        Returns:
+            The values that were taken with it, and the state of a foreign loader.
 
         Raises:
             CheckpointMismatch: If the things are others now.
@@ -202,16 +239,28 @@ class Snapshots:
         layout, rest = map(json.loads, texts)
         tensors = torch.frombuffer(self._memory.view(slot), dtype=torch.uint8)
         whole = merged(layout, rest["layout"], rest["options"])
-        Snapshot(whole, tensors).restore(self._things)
+        snapshot = Snapshot(whole, tensors)
+        snapshot.restore(self._things)
         self._slot = 1 - slot
-        values: dict[str, Any] = rest["values"]
-        return values
+        return rest["values"], snapshot.value(LOADER)
 
-    def discard(self, *, but: int | None = None) -> None:
-        """Discard snapshots that the ranks don't go on from; all but that of a step."""
+    def discard(self, *, but: Collection[int] = ()) -> None:
+        """Discard the program's snapshots that the ranks don't go on from; all but these."""
         for slot, header in self._memory.headers().items():
-            if header.step != but:
+            if header.key == self._key and header.step not in but:
                 self._memory.discard(slot)
+
+    def _discard_others(self) -> None:
+        """Discard those of another program, or of another loop of this one: theirs is the past."""
+        for slot, header in self._memory.headers().items():
+            if header.key != self._key:
+                self._memory.discard(slot)
+        self._is_first = False
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how often each was changed in place."""
+    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def _target(tensors: torch.Tensor, offset: int, elements: torch.Tensor) -> torch.Tensor:

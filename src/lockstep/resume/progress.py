@@ -1,0 +1,56 @@
+"""Where a run is, and what it keeps beside its things."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.resume.modes import Modes
+
+_FORMAT = 2
+
+
+class Progress:
+    """Where a run is: what steps() keeps of itself.
+
+    Args:
+        batches: What gives batches.
+        things: The program's things.
+
+    Attributes:
+        num_done: How many steps are committed.
+        seed: Of all random numbers.
+        best: The best metric so far.
+    """
+
+    def __init__(self, batches: Any, things: Mapping[str, Any]) -> None:
+        self.batches = batches
+        self.num_done, self.seed = 0, 0
+        self.best: float | None = None
+        self._modes = Modes(things)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, as JSON has it."""
+        return {
+            "format": _FORMAT,
+            "step": self.num_done,
+            "seed": self.seed,
+            "best": self.best,
+            "batches": self.batches.state(),
+            "modes": self._modes.state(),
+        }
+
+    def load(self, state: Mapping[str, Any], loader_state: Any) -> None:
+        """Go on from a state, and from a foreign loader's on this rank.
+
+        Raises:
+            ValueError: If it is of another loader or another release.
+        """
+        if state["format"] != _FORMAT:
+            raise ValueError(
+                f"The newest checkpoint was written by another release of lockstep (format "
+                f"{state['format']}; this one knows {_FORMAT}). Give another path."
+            )
+        self.num_done, self.seed, self.best = state["step"], state["seed"], state["best"]
+        self.batches.load(state["batches"], loader_state)
+        self._modes.put(state["modes"])
