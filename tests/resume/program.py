@@ -51,6 +51,19 @@ def end_with_rank(worker: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class Counter:
+    """Has another state on each rank."""
+
+    def __init__(self) -> None:
+        self.sums: list[Any] = [0, torch.zeros(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = state["sums"]
+
+
 def things_of(options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(5)
     width = options["width"]
@@ -71,6 +84,7 @@ def things_of(options: dict[str, Any]) -> dict[str, Any]:
         "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=4),
         "generator": torch.Generator().manual_seed(3),
         "noise": torch.zeros(3),
+        "counter": Counter(),
     }
 
 
@@ -78,6 +92,8 @@ def loss_of(things: dict[str, Any], x: torch.Tensor, y: torch.Tensor) -> torch.T
     draw = random.random() + np.random.rand()
     draw += float(torch.rand((), generator=things["generator"]))
     things["noise"] += draw
+    things["counter"].sums[0] += len(y)
+    things["counter"].sums[1] += draw
     x = x + 0.1 * torch.randn_like(x) * draw
     losses = nn.functional.cross_entropy(things["model"](x), y, reduction="none")
     return lockstep.mean(losses)
@@ -93,7 +109,7 @@ def digests(things: dict[str, Any]) -> dict[str, str]:
         for name, value in found.items()
         if isinstance(value, torch.Tensor)
     }
-    return texts | {k: str(things[k].state_dict()) for k in ("scheduler", "scaler")}
+    return texts | {k: str(things[k].state_dict()) for k in ("scheduler", "scaler", "counter")}
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
