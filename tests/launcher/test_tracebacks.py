@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 from lockstep.errors import RankFailed
 from lockstep.launcher import launch
@@ -175,3 +177,48 @@ def test_escapes_of_an_error_reach_no_terminal(bench: Bench) -> None:
     assert r"ValueError: \x1b]0;owned\x07red [/nope] \ud800" in said
     assert "\x1b" not in said
     assert "\a" not in said
+
+
+LOOKUP = """
+    import torch
+    import lockstep
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.{kind}(1200, 4)
+
+        def forward(self, indices):
+            return self.words(indices)
+
+    world = lockstep.init()
+    model = lockstep.parallelize(Net())
+    model(torch.tensor([[1, 1199 + world.rank, 3]])).sum().backward()
+    """
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_an_index_out_of_range_is_told_with_the_table_on_all_ranks(kind: str, bench: Bench) -> None:
+    done = bench.run("run", "-n", 2, "--log-dir", "logs", bench.script(LOOKUP.format(kind=kind)))
+    note = (
+        f"It was a lookup in 'words', an {kind}, whose table has 1,200 rows: 1 of 3 indices aren't "
+        "from 0 to 1199, and the first of these is 1200."
+    )
+    assert done.stderr.splitlines()[-1] == note
+    assert note in (bench.directory / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("table", "indices"),
+    [
+        (torch.nn.Embedding(3, 2), [[0, -1]]),
+        (torch.nn.EmbeddingBag(3, 2), [[0, 3]]),
+        (torch.nn.Embedding(3, 2, max_norm=1.0), [[0, 7]]),
+    ],
+)
+def test_a_lookup_in_a_model_that_is_an_embedding(table: torch.nn.Module, indices: Any) -> None:
+    def body(world: World) -> None:
+        table(torch.tensor(indices))
+
+    with pytest.raises(RankFailed, match=r"lookup in Embedding.*\(3, 2.* 1 of 2 indices"):
+        launch(body, 1, ranks="threads")

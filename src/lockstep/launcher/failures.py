@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 
 from lockstep import errors
 from lockstep.errors import CollectiveTimeout, LaunchError, RankFailed
+from lockstep.launcher.lookups import note_lookup
 from lockstep.printable import signal_name
 
 # Messages of process groups when a peer is gone or doesn't come. A rank whose traceback has one of
@@ -281,7 +282,9 @@ def failure_by(
     elif isinstance(error, KeyboardInterrupt):
         code = 128 + signals.SIGINT
     option, attribute = "--full-traceback shows", "the error's attribute traceback has"
+    lookup = note_lookup(error)
     told = _tell(error, f"{attribute if of_function else option} them")
+    told = told._replace(error=f"{told.error} {lookup}".rstrip())
     never_began = isinstance(error, (ImportError, SyntaxError, SystemExit)) and not has_met
     return Failure(rank, now, code, told, is_of_start=never_began, missed=_missed(error))
 

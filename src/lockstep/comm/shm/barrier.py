@@ -29,7 +29,7 @@ from lockstep.comm.transport import (
     encoded,
 )
 from lockstep.deadline import LOOK_SECONDS, Deadline
-from lockstep.errors import CollectiveFailed, PeerLost
+from lockstep.errors import CollectiveFailed, LockstepError, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
 # yields the core 1 us, so polling costs at most 0.2 ms.
@@ -248,8 +248,10 @@ def farewell(rank: int) -> Fault:
     """Return the fault of this rank, ``rank``, when it leaves in good order."""
     # The exception that ends the program; Python itself has set it.
     error = getattr(sys, "last_value", None)
-    text = "" if error is None else traceback.format_exception_only(error)[0].strip()
-    return Fault("left", text, [rank])
+    lines = [] if error is None else traceback.format_exception_only(error)
+    # With what was noted of it first, unless that only repeats what can be read with help.
+    lines = lines[: 1 if isinstance(error, LockstepError) else 2]
+    return Fault("left", " ".join(line.strip() for line in lines), [rank])
 
 
 def advice_after(left: Fault | None, ranks: Sequence[int]) -> str:
