@@ -11,7 +11,7 @@ OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % s
 JOBS ?= 3
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-mutations test-network test-shown test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
+.PHONY: demo test test-long test-mutations test-network test-shown test-faults test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -31,6 +31,10 @@ test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that 
 
 test-shown: .venv/ready  ## Make mistakes in the source, one at a time, and see their tests fail
 	$(BIN)/python -m tests.shown_by -j $(JOBS)
+
+test-faults: .venv/ready  ## Make 500 random faults in runs that restart, and kill ranks at 100 moments
+	$(BIN)/python -m tests.faults --faults 500 --seed 1 -j 2
+	$(BIN)/python -m tests.faults --kills 100 --seed 1
 
 test-network: .venv/ready  ## Let the store fall silent before each kind of request, and networks be slow
 	$(BIN)/$(PYTEST) --long -m network tests/world/test_silent_stores.py \

@@ -54,13 +54,14 @@ MODULE_STATE = {
     "nn.replicas.group._replica": "the replica that runs",
     # What is said once.
     "nn.parallel_state._has_warned": "losses that are divided though their mean is taken",
+    "world.told._tell_of_strangers": "ranks that have not met",
     # Results that are the same each time.
     "comm.collectives._reduction": "how a reduction is computed",
     "comm.transport.encoded": "a signature in bytes",
     "data.partition.cuts": "where parts begin",
     "launcher.failures._torch_folder": "where torch is",
     "nn.replicas.worker_threads._pause": "a function of torch's OpenMP",
-    "nn.sync_batch_norm._synchronised_classes": "one for each class of torch's",
+    "nn.sync_batch_norm._synchronised": "classes, of which there is one for each of torch's",
     "world.devices._has_float64": "what a device can",
 }
 

@@ -426,6 +426,32 @@ def test_an_optimizer_that_is_sharded_among_others_is_refused(tmp_path) -> None:
     run_ranks(4, body)
 
 
+def test_a_process_forked_while_a_save_runs_keeps_no_lock(tmp_path) -> None:
+    """As a loader's worker is, at the beginning of an epoch, while a thread writes."""
+    ours, theirs = os.pipe()
+    fsync = os.fsync
+    children = []
+
+    def fork_before(descriptor: int) -> None:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.read(ours, 1)
+                os._exit(0)
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fork_before)
+        lockstep.save(tmp_path, step=1)
+    try:
+        lockstep.save(tmp_path, step=2)
+    finally:
+        os.write(theirs, b".")
+        os.waitpid(children[0], 0)
+        os.close(ours)
+        os.close(theirs)
+
+
 def test_two_runs_that_save_to_one_folder_are_told(tmp_path) -> None:
     lockstep.save(tmp_path, step=1)
     with open(tmp_path / ".lock") as file:

@@ -5,13 +5,6 @@ from __future__ import annotations
 from tests.mutations import mutation
 
 OTHERS = [
-    # The number of a copy whose first backward was a mismatch.
-    mutation(
-        "test_a_mismatch_in_the_first_backward_of_a_copy_leaves_numbers_alike",
-        "nn/backward.py",
-        "            self._engines.take_number(backward.new_copy)",
-        "            pass",
-    ),
     # What earlier backwards have shown is forgotten.
     mutation(
         "test_a_reducer_of_changed_parameters_knows_that_gradients_come_twice",

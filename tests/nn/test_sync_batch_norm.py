@@ -6,7 +6,6 @@ import copy
 import logging
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -431,18 +430,3 @@ def test_a_class_of_two_norms_runs_both_forwards() -> None:
 
     norm, x = Both(CHANNELS).eval(), torch.randn(4, CHANNELS)
     torch.testing.assert_close(norm(x), 2 * nn.BatchNorm1d(CHANNELS).eval()(x))
-
-
-def test_threads_that_convert_a_class_at_once_get_one_class() -> None:
-    both = threading.Barrier(2)
-
-    class Norm(nn.BatchNorm1d):
-        def __init_subclass__(cls) -> None:
-            both.wait(20)
-
-    def converted(_: int) -> type[nn.Module]:
-        return type(lockstep.SyncBatchNorm.convert_sync_batchnorm(Norm(3)))
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(converted, range(2))
-    assert first is second

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import CollectiveFailed, ModelError
 from tests.nn.parallel import mean_gradients, net, parts
 from tests.ranks import run_ranks
 from tests.same import assert_same, gradients_of
@@ -173,64 +171,6 @@ def test_hooks_are_taken_off_after_a_failed_backward() -> None:
 
     for mine in run_ranks(2, body):
         assert_same(mine, mean_gradients(net(), parts(2)))
-
-
-@pytest.mark.parametrize("change", ["removed", "replaced"])
-def test_hooks_are_not_removed_or_replaced_inside_of_a_backward(change: str) -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        inner, x = net(), parts(2)[rank]
-        model = OurDDP(inner, process_group=group)
-
-        def do(_: torch.Tensor) -> None:
-            with pytest.raises(ModelError, match=r"hooks of this Net can't .* inside of a backw"):
-                model._remove_autograd_hooks() if change == "removed" else OurDDP(
-                    inner, process_group=group
-                )
-
-        handle = inner.first.weight.register_hook(do)
-        model(x).square().mean().backward()
-        handle.remove()
-        assert_same(gradients_of(inner), mean_gradients(net(), parts(2)))
-        model._remove_autograd_hooks()
-
-    run_ranks(2, body)
-
-
-def test_hooks_are_taken_off_after_a_failed_backward_that_somebody_keeps() -> None:
-    """Its error has the graph's nodes, and these what autograd would have called at its end."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("on purpose")
-
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        inner = net()
-        model = OurDDP(inner, process_group=group)
-
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return inner(Fails.apply(x) if rank == 0 else x)
-
-        x = parts(2)[rank].requires_grad_()
-        loss = checkpoint(part, x, use_reentrant=True).square().mean()
-        if rank == 0:
-            with pytest.raises(RuntimeError, match="on purpose"):
-                loss.backward()
-        else:
-            with pytest.raises(CollectiveFailed):
-                loss.backward()
-        model._remove_autograd_hooks()
-        del loss
-        model.zero_grad()
-        again = OurDDP(inner, process_group=group)
-        again(parts(2)[rank]).square().mean().backward()
-        assert_same(gradients_of(inner), mean_gradients(net(), parts(2)))
-
-    run_ranks(2, body)
 
 
 def test_a_third_wrapper_when_the_second_is_gone() -> None:

@@ -125,6 +125,8 @@ class Place:
         for name in ("folder", "_around"):
             vars(self).pop(name, None)
         if self._lock >= 0:
+            # A loader's worker that was forked meanwhile has it open, too, as long as it runs.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 

@@ -85,8 +85,6 @@ class BackwardSync:
     def remove(self, engine: Engine) -> None:
         """Stop reducing the gradients of ``engine``."""
         engine.detach()
-        # It has failed, and its error holds what autograd would have called at its end. Shown by
-        # test_hooks_are_taken_off_after_a_failed_backward_that_somebody_keeps.
         if self._is_reducing(engine):
             self._fail()
             self.finish_failed()

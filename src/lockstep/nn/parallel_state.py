@@ -290,9 +290,8 @@ def attach(
     group = group if group is not None and group.size() > 1 else None
     inner = {each: state for each in module.modules() if (state := _states.get(each)) is not None}
     previous = _find_state_around(module) if owner is not module else None
+    refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
     engines = previous.engines if previous is not None else []
-    refusal = _refusal_in_backward(engines)
-    refusal = refusal or _refusal(owner, module, group, options, [previous, *inner.values()])
     for one in filter(None, [group, *(engine.process_group for engine in engines)]):
         finish_failed(one)
     if group is not None and options.init_sync and not is_copy:
@@ -334,24 +333,11 @@ def attach(
 def release(wrapper: nn.Module) -> None:
     """Make the model in ``wrapper`` a plain one again, whose gradients are not reduced."""
     state = state_of(wrapper)
-    if (refusal := _refusal_in_backward(state.engines)) is not None:
-        raise refusal
     for engine in state.engines:
         finish_failed(engine.process_group)
     _replace(list(state.engines), ())
     state.parameters.clear()
     state.is_released = True
-
-
-def _refusal_in_backward(engines: Iterable[Engine]) -> ModelError | None:
-    """Return why hooks can't be removed while a backward runs: its gradients would be lost."""
-    for engine in engines:
-        if backward_sync_of(engine.process_group).is_in_backward(engine):
-            return ModelError(
-                f"The hooks of this {type(engine.module).__name__} can't be removed or replaced "
-                "inside of a backward, whose gradients they have yet to reduce. Do so after it."
-            )
-    return None
 
 
 def _replace(engines: Collection[Engine], replacements: Sequence[Engine]) -> None:

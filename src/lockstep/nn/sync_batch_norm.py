@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from typing import Any, cast
@@ -30,7 +31,8 @@ from lockstep.torch_private import _BatchNorm
 from lockstep.world import device_of_sums
 
 _log = logging.getLogger(__name__)
-_told_of_local_statistics = threading.Lock()  # held once a rank has said it
+# Taken by the rank that says it: ranks may be threads.
+_told_of_local_statistics = threading.Lock()
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -150,7 +152,7 @@ class SyncBatchNorm(_BatchNorm):
             new.training = module.training
             return new
         if not issubclass(kind, SyncBatchNorm | nn.SyncBatchNorm):
-            module.__class__ = _synchronised(cls, kind)
+            module.__class__ = _synchronised(cls, kind)  # type: ignore[arg-type]
         module.process_group = process_group  # type: ignore[assignment]
         return cast(SyncBatchNorm, module)
 
@@ -224,13 +226,11 @@ class _Kept:
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)
-_synchronised_classes: dict[tuple[type, type], type[SyncBatchNorm]] = {}
 
 
+@functools.cache
 def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """Return the subclass of ``kind`` that normalises over all ranks, the same one every time."""
-    if (cls, kind) in _synchronised_classes:
-        return _synchronised_classes[cls, kind]
+    """Return a subclass of ``kind`` that normalises over all ranks."""
 
     def forward(self: SyncBatchNorm, *args: Any, **kwargs: Any) -> Any:
         return self._forward_of(kind, *args, **kwargs)
@@ -239,13 +239,11 @@ def _synchronised(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> type[Sync
         return _made_of, (cls, kind), self.__getstate__()
 
     methods = {"forward": forward, "__reduce__": reduce, "__module__": kind.__module__}
-    # Ranks may be threads, of which another may have made one meanwhile: the first counts.
-    new = type(f"Sync{kind.__name__}", (cls, kind), methods)
-    return _synchronised_classes.setdefault((cls, kind), new)
+    return type(f"Sync{kind.__name__}", (cls, kind), methods)
 
 
 def _made_of(cls: type[SyncBatchNorm], kind: type[_BatchNorm]) -> SyncBatchNorm:
-    made = _synchronised(cls, kind)
+    made = _synchronised(cls, kind)  # type: ignore[arg-type]
     return made.__new__(made)
 
 

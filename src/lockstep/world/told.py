@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +27,6 @@ _OTHERS = ("horovod", "mpi4py", "deepspeed", "jax")
 # Classes whose parameters, or parts of them, other code keeps in step.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "PipelineStage"}
 _told: Any = WeakIdKeyDictionary()  # first parameters of optimizers of which was told
-_told_of_strangers = threading.Lock()  # held once that is said
 
 
 # What to do if parameters that lockstep keeps in step aren't the same.
@@ -97,12 +96,12 @@ def look_for_strangers(optimizer: Optimizer, parameters: Sequence[torch.Tensor])
     if not any(gradient_of(parameter) is not None for parameter in parameters):
         return False
     place = detect(os.environ)
-    is_first = place.world_size > 1 and place.rank == 0
-    if is_first and sys.modules.keys().isdisjoint(_OTHERS) and _told_of_strangers.acquire(False):
+    if place.world_size > 1 and place.rank == 0 and sys.modules.keys().isdisjoint(_OTHERS):
         _tell_of_strangers(type(optimizer).__name__, place.world_size)
     return True
 
 
+@functools.cache  # so that it is said once
 def _tell_of_strangers(kind: str, num_ranks: int) -> None:
     _log.warning(
         "%d ranks run this program, and it steps its %s without having met the others: each rank "
