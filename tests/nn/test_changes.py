@@ -14,8 +14,10 @@ from torch.nn.utils import parametrize
 
 import lockstep
 from lockstep import errors
+from lockstep.errors import ModelMismatch
 from tests.nn.parallel import BOTH, in_place, net, parts
-from tests.ranks import run_ranks
+from tests.ranks import BACKENDS, Backend, run_ranks
+from tests.same import assert_same
 
 
 class Lora(nn.Module):
@@ -348,6 +350,28 @@ def test_what_is_put_in_behind_torchs_back_is_never_trained_apart(
 
     mine, theirs = run_ranks(2, body)
     assert all(map(torch.equal, mine, theirs))
+
+
+@BOTH
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_parameters_that_one_rank_puts_in_behind_torchs_back_are_named_on_all(
+    backend: Backend, parallel: Callable
+) -> None:
+    """The other rank waits in a backward, of which no hook tells this one."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = net()
+        trained, x = parallel(model, group), parts(2)[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        take_step(trained, x, optimizer)
+        if rank == 1:
+            replace_parameters(model)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ModelMismatch, match=r"'first\.weight' is a new parameter"):
+            take_step(trained, x, optimizer)
+        assert_same(model.parameters(), before, tolerance=0)
+
+    run_ranks(2, body, backend=backend)
 
 
 def set_parameters(model: nn.Module) -> None:

@@ -239,3 +239,22 @@ def test_what_a_communication_hook_sends_is_not_told() -> None:
 
     for told in run_ranks(2, body):
         assert "what that sends isn't known" in " ".join(told.split())
+
+
+def test_buckets_of_a_hook_have_the_bytes_that_are_told_before_the_first_step() -> None:
+    """A hook gets gradients, and no facts behind them."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.DistributedDataParallel(
+            nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))),
+            process_group=group,
+            bucket_cap_mb=0.0005,
+        )
+        model.register_comm_hook(group, allreduce_hook)
+        for _ in range(3):
+            told = lockstep.explain(model).to_dict()
+            assert [each["bytes"] for each in told["buckets"]] == [880, 440]
+            assert told["bytes_per_step"]["gradients"] == 880 + 440
+            model(torch.ones(2, 10)).sum().backward()
+
+    run_ranks(2, body)

@@ -43,7 +43,7 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
         sizes = [parameter.numel() for _, parameter in named]
         alignment = ALIGNMENT if kind else alignment_of(first, reducer.comm_hook)
         numel = sum(aligned(size, alignment) for size in sizes)
-        if num_parameters:
+        if num_parameters and reducer.comm_hook is None:  # which gets nothing but gradients
             numel += num_facts(num_parameters)
         if kind is DeferredBucket:
             numel = SharedBuffers.numel_with_note(numel, dtype)

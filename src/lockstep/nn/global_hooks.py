@@ -204,14 +204,17 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
 
     Then no hook has run. They are among ``parameters``, if the optimizer has been made since; or
     those that it has are of ``engines``. An engine that has reduced gradients since the last step
-    has looked for itself.
+    has looked for itself. Other ranks may be in a backward, at the end of which all look.
     """
     for engine in all_engines():
         if engine.is_syncing and engine.num_backwards == engine.stepped.num_backwards:
             new = {*map(id, engine.put_behind().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
-                finish_failed(engine.process_group)
-                engine.take_put_behind()
+                if engine.is_stale:  # which torch has told; a backward would refresh it
+                    finish_failed(engine.process_group)
+                    engine.take_put_behind()
+                else:
+                    backward_sync_of(engine.process_group).take_part(engine)
 
 
 def _refuse_scaled_rows(
