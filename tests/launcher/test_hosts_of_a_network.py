@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,24 +41,49 @@ def test_two_hosts_of_a_network(bench: Bench, two_hosts: Hosts) -> None:
             assert lines_of(out, 2 * number + local_rank) == [f"{local_rank} 2 4 10.0"]
 
 
+def _start_by_hand(hosts: Hosts, rank: int, script: Path) -> subprocess.Popen[str]:
+    """Start one rank of two, on the host of its number."""
+    told = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    words = [f"{name}={value}" for name, value in {**told, "RANK": str(rank)}.items()]
+    return subprocess.Popen(
+        [*hosts.on(rank), "env", *words, sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_hosts_of_one_name_are_different_hosts(bench: Bench, two_hosts: Hosts) -> None:
     """No starter tells the local ranks here, and the kernel is one."""
     script = bench.script(INIT)
-    told = {"MASTER_ADDR": two_hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-    words = [f"{name}={value}" for name, value in told.items()]
-    ranks = [
-        subprocess.Popen(
-            [*two_hosts.on(rank), "env", *words, f"RANK={rank}", sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [_start_by_hand(two_hosts, rank, script) for rank in range(2)]
     for rank in ranks:
         out, err = rank.communicate(timeout=100)
         assert rank.returncode == 0, err
         assert out == "0 1 2 3.0\n"
+
+
+@pytest.mark.parametrize("starter", ["lockstep run", "none"])
+def test_hosts_that_are_copies_are_different_hosts(
+    bench: Bench, two_hosts: Hosts, starter: str
+) -> None:
+    """As virtual machines that go on from one snapshot: all that can be read of them is equal."""
+    as_copy = """
+    from lockstep.comm import network
+    from lockstep.world import reach
+    network.this_kernel = reach.this_kernel = lambda namespace: f"a kernel and its {namespace}"
+    """
+    script = bench.script(as_copy + INIT)
+    if starter == "none":
+        ranks = [_start_by_hand(two_hosts, rank, script) for rank in range(2)]
+        expected = {0: "0 1 2 3.0", 1: "0 1 2 3.0"}
+    else:
+        ranks = start_on(two_hosts, script)
+        expected = {0: "0 2 4 10.0", 1: "0 2 4 10.0"}
+    for number, rank in enumerate(ranks):
+        out, err = rank.communicate(timeout=60)
+        assert rank.returncode == 0, err
+        assert expected[number] in out
 
 
 @pytest.mark.parametrize("versions", [(6,), (4, 6)])

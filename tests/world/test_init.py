@@ -148,7 +148,7 @@ def test_all_ranks_of_a_group_that_exists_go_by_the_same_facts(
 def init_in_a_network_of_its_own() -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         network = f"that of rank {dist.get_rank()}"
-        patch.setattr("lockstep.world.world.this_network", lambda: network)
+        patch.setattr("lockstep.world.reach.this_kernel", lambda namespace: network)
         world = lockstep.init(timeout=LATER)
     return world.local_rank, world.local_world_size
 

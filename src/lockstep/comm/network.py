@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 # One for each network interface that Gloo is to use; empty for Gloo's own choice.
 _addresses: list[str] = []
+# What tells this host from copies of it, once init() has seen to that.
+_told_apart: list[str] = []
 
 
 def this_kernel(namespace: str) -> str:
@@ -32,7 +35,35 @@ def this_kernel(namespace: str) -> str:
 
 def this_network() -> str:
     """The network of this host, or of this container, as no other is called."""
-    return this_kernel("net")
+    return " ".join([this_kernel("net"), *_told_apart])
+
+
+def tell_apart(name: str) -> None:
+    """Give the network of this host another name: virtual machines may be copies of one.
+
+    Those that go on from one image of a memory have the kernel's name of that, and all else that
+    can be read.
+    """
+    _told_apart[:] = [name]
+
+
+@contextmanager
+def within_reach() -> Iterator[str]:
+    """Give a name by which processes in this network find each other, while the block runs."""
+    name = secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
+        here.bind(f"\0lockstep-host-{name}")
+        yield name
+
+
+def is_within_reach(name: str) -> bool:
+    """Whether the process that has this name is in this network."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as here:
+        try:
+            here.connect(f"\0lockstep-host-{name}")
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 def this_memory() -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from lockstep.comm import this_network
+from lockstep.comm import is_within_reach, tell_apart, this_kernel, this_network, within_reach
 from lockstep.errors import InitError, RendezvousFailed
 from lockstep.world.environment import Placement
 from lockstep.world.network import address_towards, addresses, answering, is_ipv6, is_local
@@ -28,6 +28,31 @@ _SAME = "its own address too"
 
 # Of a host, for each of its network interfaces: addresses with ports where it listens.
 _Offers: TypeAlias = Sequence[Sequence[tuple[str, int]]]
+
+
+def hosts_of_ranks(store: dist.Store, place: Placement, timeout: timedelta) -> Sequence[str]:
+    """Return the name of each rank's host; every rank calls it.
+
+    A host, or a container, is a network of a kernel. Several may have the same name, and virtual
+    machines that go on from one image of a memory all else too, so ranks that seem to be on one
+    host see whether they reach each other without leaving it.
+
+    Raises:
+        RendezvousFailed: Naming the ranks that have not come within ``timeout``.
+    """
+    with within_reach() as name:
+        note = f"{name} {socket.gethostname()} {this_kernel('net')}"
+        notes = roll_call(dist.PrefixStore("host", store), place, timeout, note)
+        names, _, hosts = zip(*(note.partition(" ") for note in notes), strict=True)
+        first = next(
+            rank
+            for rank, host in enumerate(hosts)
+            if host == hosts[place.rank]
+            and (rank == place.rank or place.on_one_host or is_within_reach(names[rank]))
+        )
+        # A name is of use as long as its rank is here: until all have seen whom they reach.
+        tell_apart(names[first])
+        return roll_call(dist.PrefixStore("its host", store), place, timeout, names[first])
 
 
 class HostsOfRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -26,7 +25,6 @@ from lockstep.comm import (
     carries,
     rank_context,
     register_backends,
-    this_network,
 )
 from lockstep.errors import BackendUnavailable, ContradictoryInit, InitError, SharedMemoryFull
 from lockstep.spans import span
@@ -42,7 +40,7 @@ from lockstep.world.devices import (
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment, gloo_interfaces
 from lockstep.world.main_first import first_alone
 from lockstep.world.network import addresses
-from lockstep.world.reach import HostsOfRun
+from lockstep.world.reach import HostsOfRun, hosts_of_ranks
 from lockstep.world.rendezvous import (
     ask,
     claim,
@@ -332,8 +330,7 @@ def _join(rank: RankContext, place: Placement, wanted: Wanted) -> World:
     store = meet(place, wanted.timeout)
     claim(store, place, wanted.timeout)
     store = dist.PrefixStore(rank.new_prefix(), store)
-    hosts = roll_call(store, place, wanted.timeout, note=_this_host())
-    local = _place_on_host(place, hosts)
+    local = _place_on_host(place, hosts_of_ranks(store, place, wanted.timeout))
     _choose_addresses(place, store, wanted.timeout)
     device = agreed_device(place, local, wanted, store)
     make_current(device)
@@ -356,11 +353,6 @@ def _choose_addresses(place: Placement, store: dist.Store, timeout: timedelta) -
     # In the environment for the children too, which are on the same host.
     for name, value in interface.items():
         os.environ.setdefault(name, value)
-
-
-def _this_host() -> str:
-    """This host, or this container, as others are to know it: several may have the same name."""
-    return f"{socket.gethostname()} {this_network()}"
 
 
 def _place_on_host(place: Placement, hosts: Sequence[str]) -> tuple[int, int]:
@@ -448,10 +440,10 @@ def _from_existing_group(wanted: Wanted) -> World:
     count = partial(store.add, f"lockstep/inits/{place.rank}", 1)  # the store may outlive the group
     number = ask(place, count, wanted.timeout)
     store = dist.PrefixStore(f"lockstep/roll/{number}", store)
-    notes = roll_call(store, place, wanted.timeout, f"{has_local:d} {_this_host()}")
-    if all(note.startswith("1") for note in notes):
+    notes = roll_call(store, place, wanted.timeout, f"{has_local:d}")
+    if all(note == "1" for note in notes):
         place = replace(place, local_rank=told.local_rank, local_world_size=told.local_world_size)
-    local = _place_on_host(place, [note.partition(" ")[2] for note in notes])
+    local = _place_on_host(place, hosts_of_ranks(store, place, wanted.timeout))
     place = replace(place, one_device_per_task=told.one_device_per_task)
     wanted = wanted._replace(backend=str(dist.get_backend_config(group)))
     device = agreed_device(place, local, wanted, store)
