@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from lockstep.grad import GradBucket
-from tests.nn.parallel import BOTH, wrapped
+from tests.comm.ranks_on_hosts import run_hosts
+from tests.nn.parallel import BOTH, in_place, wrapped
 from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import assert_same
 
@@ -69,8 +74,17 @@ def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 @KINDS
 @BOTH
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_train_as_one_process_does(parallel, kind: str, backend: Backend) -> None:
+@pytest.mark.parametrize("backend", [*BACKENDS, "shm"])
+def test_ranks_train_as_one_process_does(parallel, kind: str, backend: str) -> None:
+    check_training(parallel, kind, partial(run_ranks, 3, backend=backend))
+
+
+@KINDS
+def test_ranks_of_several_hosts_train_as_one_process_does(kind: str) -> None:
+    check_training(in_place, kind, partial(run_hosts, [[0, 1], [2]]))
+
+
+def check_training(parallel: Callable[..., nn.Module], kind: str, run: Callable[..., Any]) -> None:
     """Each rank looks up other rows, as many as it likes, and some ranks no letters."""
     world_size, num_steps = 3, 5
     one = copy.deepcopy(MODELS[kind])
@@ -93,7 +107,37 @@ def test_ranks_train_as_one_process_does(parallel, kind: str, backend: Backend) 
             step_all(steps)
         assert_same(model.parameters(), one.parameters(), 1e-10)
 
-    run_ranks(world_size, body, backend=backend)
+    run(body)
+
+
+def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(model.parameters(), lr=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.keeps_descriptors("torch's DDP keeps the process group that it was given")
+@pytest.mark.parametrize("optimizer", [sgd, sparse_adam])
+@pytest.mark.parametrize("size", [2, 3])
+def test_bits_are_those_of_torchs_over_gloo(size: int, optimizer: Any) -> None:
+    """In each step some ranks look up nothing."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        theirs, mine = (copy.deepcopy(MODELS["embeddings alone"]).float() for _ in range(2))
+        pairs = [(TorchDDP(theirs, process_group=group), optimizer(theirs))]
+        pairs.append((in_place(mine, group), optimizer(mine)))
+        for step in range(6):
+            words, letters = indices(step, rank, count=0 if (step + rank) % 3 == 0 else 5 + rank)
+            for model, stepping in pairs:
+                model(words, letters).square().sum().backward()
+                assert all(parameter.grad.is_sparse for parameter in model.parameters())
+                step_all([stepping])
+        for own, its in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(own, its)
+
+    run_ranks(size, body, backend="gloo")
 
 
 def test_what_no_rank_looks_up_keeps_no_gradient() -> None:

@@ -299,8 +299,10 @@ def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, i
         num_bytes += rows.nbytes
         return all_gather(group, rows)
 
+    size = group.size()
+    scaled = mine / size if scale == 1 / size else mine * scale  # with the bits of torch's DDP
     with span("rows"):
-        return sum_sparse(gathered, mine.coalesce() * scale), num_bytes
+        return sum_sparse(gathered, scaled.coalesce()), num_bytes
 
 
 def zero_buffer(
