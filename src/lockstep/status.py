@@ -53,6 +53,7 @@ class _Number(IntEnum):
     LOGGED_BYTES = auto()
     LOG_VERSION = auto()  # odd while the log is being written
     STACKS = auto()  # the rank's descriptor of a file that takes its stacks; 0: none
+    NUM_BEGUN = auto()  # steps of a loop over steps(), from the run's beginning on; 0: unknown
 
 
 now = time.perf_counter_ns  # CLOCK_MONOTONIC, the same for all processes of a host
@@ -88,6 +89,7 @@ class RankState(NamedTuple):
     last_step: int
     values: dict[str, float]  # what it logged last
     stacks: int
+    num_begun: int
 
 
 # The numbers that a RankState has under their names in lower case.
@@ -133,6 +135,10 @@ class RankStatus:
             numbers[_Number.WAITED] += time_now - numbers[_Number.SINCE]
         numbers[_Number.STATE] = former
         numbers[_Number.SINCE] = time_now
+
+    def begin_step(self, step: int) -> None:
+        """A step of a loop over steps() begins, from 0."""
+        self._numbers[_Number.NUM_BEGUN] = step + 1
 
     def count_step(self) -> None:
         """An optimizer has stepped."""

@@ -24,7 +24,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.forks
 
 SECOND = 1_000_000_000
-STATE = RankState(1, 0, "program", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
+STATE = RankState(1, 0, "program", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0, 0)
 
 
 class Terminal:

@@ -31,7 +31,7 @@ def test_the_main_threads_frames_up_to_the_launchers_are_read() -> None:
     assert _main_stack("") == []
 
 
-STATE = RankState(9, 0, "program", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
+STATE = RankState(9, 0, "program", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0, 0)
 
 
 def observed(rank: int, state: str, since: float, steps: int = 0, detail: str = "x") -> Observed:

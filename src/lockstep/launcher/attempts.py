@@ -21,7 +21,7 @@ from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
 from lockstep.launcher.zygote import Attempt, Zygote
 from lockstep.printable import printable_lines, signal_name
-from lockstep.status import RunStatus
+from lockstep.status import RankState, RunStatus
 from lockstep.world import restart_environment
 
 _MOST_REASON = 120  # characters in the line about a restart
@@ -150,7 +150,7 @@ class Attempts:
         self._run_id = self._run_id or host.environments[0]["TORCHELASTIC_RUN_ID"]
         for variables, snapshots in zip(host.environments, self._descriptors, strict=True):
             variables |= {
-                **restart_environment(number, snapshots),
+                **restart_environment(number, snapshots, self._record.num_alike),
                 "TORCHELASTIC_RESTART_COUNT": str(number),
                 "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
                 "TORCHELASTIC_RUN_ID": self._run_id,
@@ -183,10 +183,14 @@ class Attempts:
     def _incident(self, outcome: Outcome) -> Incident:
         assert self._host is not None
         states = [rank.read() for rank in self._status.ranks]
-        of_culprit = [state.num_steps for state in states if state.rank == outcome.rank]
-        num_steps = max(of_culprit or [state.num_steps for state in states])
-        step = (self._begun_at or 0) + num_steps
+        step = max(map(self._step, [s for s in states if s.rank == outcome.rank] or states))
         return Incident(outcome.reason, step, self._newest(), outcome.is_of_start)
+
+    def _step(self, state: RankState) -> int:
+        """In which step a rank was; without a loop over steps(), as far as optimizers tell."""
+        if state.num_begun:
+            return state.num_begun - 1
+        return (self._begun_at or 0) + state.num_steps
 
     def _tell(self, outcome: Outcome, incident: Incident, number: int) -> None:
         """Say why the ranks are started again, and from where they go on."""
@@ -199,6 +203,8 @@ class Attempts:
         onwards = "the program begins anew"
         if incident.committed is not None:
             onwards = f"all go on from step {incident.committed}"
+            if self._record.num_alike > 1:  # see lockstep.resume.newest
+                onwards = f"all go on from an older step than {incident.committed}, if there is one"
         line = f"restart {number}: {who} ({reason}); {onwards}. "
         line += f"{self._record.num_left} more without progress, and it isn't started again."
         self.console.say(printable_lines(f"{outcome.message}\n{line}"))

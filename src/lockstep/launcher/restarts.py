@@ -37,6 +37,9 @@ class Record:
 
     Args:
         most: How often either may happen, and the ranks are started again.
+
+    Attributes:
+        num_alike: How often the last failure has come at its step.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,6 +48,7 @@ class Record:
         self._since_commit = 0
         self._alike: Counter[tuple[str, int]] = Counter()
         self._has_begun = False
+        self.num_alike = 0
 
     @property
     def num_left(self) -> int:
@@ -61,6 +65,7 @@ class Record:
         self._since_commit += 1
         alike = _NUMBER.sub("#", incident.reason), incident.step
         self._alike[alike] += 1
-        if self._alike[alike] > self._most:
+        self.num_alike = self._alike[alike]
+        if self.num_alike > self._most:
             return Verdict.SAME_FAILURE
         return Verdict.NO_PROGRESS if self._since_commit > self._most else Verdict.RESTART

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,19 +110,14 @@ class Checkpoints:
                 failure = SaveFailed(f"The folder {self.path} can't be made ({error.strerror}).")
         self._ranks.gather(failure)
 
-    def are_there(self) -> bool:
-        """Whether there are any. Every rank calls it; it blocks."""
-        return bool(self._numbers())
-
-    def load_newest(self) -> tuple[dict[str, Any], Any] | None:
-        """Load the newest whole checkpoint; return what was kept of steps(), None without one.
+    def load_first(self, numbers: Sequence[str]) -> tuple[dict[str, Any], Any] | None:
+        """Load the first of these that is whole; return what was kept of steps(), None without one.
 
         Every rank calls it; it blocks.
 
         Returns:
             What is the same on all ranks, and the state of a foreign loader.
         """
-        numbers = self._numbers()
         for number in numbers:
             try:
                 return self._load(self.path / number)
@@ -158,7 +153,7 @@ class Checkpoints:
         self._saved_step = state["step"]
         return state, local.get(LOADER, found.get(LOADER))
 
-    def _numbers(self) -> list[str]:
+    def numbers(self) -> list[str]:
         """Return the names of all, from the newest on. Every rank calls it; it blocks."""
         names = []
         if self._ranks.rank == 0 and self.path.is_dir():

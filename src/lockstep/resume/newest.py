@@ -35,23 +35,24 @@ def load_newest(
     usable = [] if snapshots is None else snapshots.usable()
     every = ranks.gather(None, [usable, num_alike])
     common = sorted(set.intersection(*({*steps} for steps, _ in every)), reverse=True)
+    saved = [] if checkpoints is None else checkpoints.numbers()
     num_older = max(0, max(alike for _, alike in every) - 1)
-    if num_older >= len(common) and not (checkpoints is not None and checkpoints.are_there()):
-        num_older = max(0, len(common) - 1)
-    older = common[num_older:]
-    if num_older and common and ranks.rank == 0:
+    num_older = max(0, min(num_older, len(common) + len(saved) - 1))
+    older, saved = common[num_older:], saved[max(0, num_older - len(common)) :]
+    if num_older and ranks.rank == 0:
+        newest = f"the snapshot after step {older[0]}" if older else f"the checkpoint {saved[0]}"
         _log.warning(
-            "The same failure came %s times. The run goes on from %s, as what is newer may be "
-            "its cause.",
-            num_older + 1,
-            f"the snapshot after step {older[0]}" if older else "the newest checkpoint",
+            "The same failure came %s times. The run goes on from %s, as what is newer may be its "
+            "cause.",
+            num_alike,
+            newest,
         )
     if snapshots is not None:
         snapshots.discard(but=older)
     if older:
         assert snapshots is not None
         return _restored(ranks, snapshots, older[0])
-    return None if checkpoints is None else checkpoints.load_newest()
+    return None if checkpoints is None else checkpoints.load_first(saved)
 
 
 def _restored(ranks: Ranks, snapshots: Snapshots, step: int) -> State:

@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from lockstep import spans
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.comm import context_of
@@ -26,7 +27,7 @@ from lockstep.resume.progress import Progress
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
-from lockstep.world import restarts_of
+from lockstep.world import alike_failures_of, restarts_of
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
@@ -87,7 +88,8 @@ class Steps(Generic[T]):
             self._checkpoints.prepare()
         proposed = torch.initial_seed() % 2**62 if seed is None else as_whole_number("seed", seed)
         progress.seed = self._ranks.gather(None, proposed)[0]
-        state = load_newest(self._ranks, self._snapshots, self._checkpoints, 0)
+        num_alike = alike_failures_of(os.environ)
+        state = load_newest(self._ranks, self._snapshots, self._checkpoints, num_alike)
         if state is not None:
             progress.load(*state)
             progress.seed = progress.seed if seed is None else seed
@@ -174,6 +176,8 @@ class Steps(Generic[T]):
             if (batch := self._batches.next()) is None:
                 break
             self.step = progress.num_done
+            if spans.status is not None:
+                spans.status.begin_step((self._base or 0) + self.step)
             self._seed(self.step)
             self._accumulation.begin_step()
             self._is_in_step = True

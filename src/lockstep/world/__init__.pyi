@@ -9,6 +9,7 @@ from .devices import is_capturing as is_capturing
 from .devices import num_accelerators as num_accelerators
 from .environment import Placement as Placement
 from .environment import Starter as Starter
+from .environment import alike_failures_of as alike_failures_of
 from .environment import allocator_environment as allocator_environment
 from .environment import detect as detect
 from .environment import is_dumb_terminal as is_dumb_terminal

@@ -15,6 +15,7 @@ RUN_ID = "LOCKSTEP_RUN_ID"
 STORE = "LOCKSTEP_STORE"
 RESTARTS = "LOCKSTEP_RESTARTS"
 SNAPSHOTS = "LOCKSTEP_SNAPSHOTS"
+ALIKE = "LOCKSTEP_ALIKE_FAILURES"
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACE = "lo"
 
@@ -169,14 +170,18 @@ def rank_environment(
     }
 
 
-def restart_environment(restarts: int, descriptors: Sequence[int]) -> dict[str, str]:
+def restart_environment(
+    restarts: int, descriptors: Sequence[int], num_alike: int = 0
+) -> dict[str, str]:
     """The variables for a rank of a launcher that restarts; :func:`restarts_of` reverses it.
 
     Args:
         restarts: How often the ranks were started anew.
         descriptors: The two files in memory that keep this rank's snapshots.
+        num_alike: How often the failure before has come, at the same step.
     """
-    return {RESTARTS: str(restarts), SNAPSHOTS: ",".join(map(str, descriptors))}
+    snapshots = ",".join(map(str, descriptors))
+    return {RESTARTS: str(restarts), SNAPSHOTS: snapshots, ALIKE: str(num_alike)}
 
 
 def restarts_of(environ: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
@@ -195,6 +200,11 @@ def restarts_of(environ: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
             "needed, as 'lockstep run --restarts' sets it. Unset it."
         )
     return _number_or_none(environ, name) or 0, tuple(map(int, descriptors))
+
+
+def alike_failures_of(environ: Mapping[str, str]) -> int:
+    """How often the failure has come that the ranks were started anew for, at the same step."""
+    return _number_or_none(environ, ALIKE) or 0
 
 
 def num_visible_gpus(environ: Mapping[str, str], num_gpus: int) -> int:

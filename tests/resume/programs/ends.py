@@ -14,10 +14,11 @@ _ATTEMPT = int(os.environ.get("LOCKSTEP_RESTARTS", "0"))
 
 
 def here(step: int, phase: str) -> None:
-    """Send this rank the signal that is planned for this place."""
-    planned = [*_PLANNED[_ATTEMPT : _ATTEMPT + 1], ""][0].split(":")
-    if planned[:3] == [str(step), os.environ.get("RANK", "0"), phase]:
-        os.kill(os.getpid(), getattr(signal, planned[3]))
+    """Send this rank the signal that is planned for this place, or for one in a step before."""
+    if len(_PLANNED) > _ATTEMPT:
+        first, rank, name, kind = _PLANNED[_ATTEMPT].split(":")
+        if int(first) <= step and rank == os.environ.get("RANK", "0") and name == phase:
+            os.kill(os.getpid(), getattr(signal, kind))
 
 
 def tell(*tensors: torch.Tensor) -> None:

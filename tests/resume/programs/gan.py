@@ -73,4 +73,5 @@ def main() -> None:
     ends.tell(*generator.parameters(), *values)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -86,4 +86,5 @@ def main() -> None:
     ends.tell(*model.parameters(), losses)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -80,4 +80,5 @@ def main() -> None:
     print(f"stopped at {steps.step}")
 
 
-main()
+if __name__ == "__main__":
+    main()
