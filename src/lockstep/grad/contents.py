@@ -58,7 +58,10 @@ class Contents:
         chunk: The least number of gradients that :meth:`copy_ready` copies at once.
         plan: What makes further memories.
         memory: Where the gradients of the next backward are left.
+        now: What belongs to the backward that runs; outside of one there is none.
     """
+
+    now: BucketPass
 
     def __init__(
         self,
@@ -96,7 +99,6 @@ class Contents:
         self.memory = make(self.plan)
         # The memory before this one, if the program held gradients in it at the last backward.
         self._left: Memory | None = None
-        self._pass: BucketPass | None = None
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -109,23 +111,18 @@ class Contents:
         return self.memory.buffer.nbytes
 
     @property
-    def now(self) -> BucketPass:
-        """What belongs to the backward that runs."""
-        assert self._pass is not None
-        return self._pass
-
-    @property
     def kept(self) -> dict[int, torch.Tensor]:
         """As in the backward that runs; nothing that lasts if none does."""
-        return {} if self._pass is None else self._pass.kept
+        return self.now.kept if hasattr(self, "now") else {}
 
-    def open_pass(self, scale: float, *, is_averaged: bool) -> None:
+    def open_pass(self, scale: float, *, is_averaged: bool) -> BucketPass:
         """Take up what belongs to a backward, before anything in it can fail."""
-        self._pass = BucketPass(len(self.parameters), scale, is_averaged=is_averaged)
+        self.now = BucketPass(len(self.parameters), scale, is_averaged=is_averaged)
+        return self.now
 
     def end_pass(self) -> None:
         """Drop what belongs to the backward, which is over."""
-        self._pass = None
+        vars(self).pop("now", None)
 
     def leave_held(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Leave the memory to the program if it holds any other than ``gradients``, by position.
