@@ -250,6 +250,19 @@ class RunStatus:
         memory[: len(data)] = data
         return cls(memory)
 
+    @classmethod
+    def of(cls, pid: int) -> RunStatus:
+        """Open the pages that another process of this user has made.
+
+        Raises:
+            OSError: If it has none.
+        """
+        for owner, path in files_in_memory(_MEMORY_NAME):
+            if owner == pid:
+                with open(path, "r+b") as file:
+                    return cls(mmap.mmap(file.fileno(), 0))
+        raise OSError(f"Process {pid} has no pages of a run.")
+
     def clear(self) -> None:
         """Forget what ranks did that have ended: others are started in their places."""
         first = len(self._memory) - len(self.ranks) * _RANK_BYTES

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ import psutil
 import pytest
 
 import lockstep
-from lockstep.errors import BadLaunch, RankFailed
-from lockstep.launcher import START_AGAIN
+from lockstep.errors import BadLaunch, LaunchError, RankFailed
+from lockstep.launcher import START_AGAIN, Job, zygote
 from lockstep.launcher.exit_codes import DONT_START_AGAIN
 from lockstep.launcher.restarts import Incident, Record, Verdict
 from tests.launcher.bench import Bench, lines_of
@@ -315,3 +318,91 @@ def test_only_a_first_attempt_can_never_begin() -> None:
     record = Record(3)
     record.judge(incident(3))
     assert record.judge(start) is Verdict.RESTART
+
+
+FORKED = """
+    import os, signal, sys, time
+    import lockstep
+    world = lockstep.init()
+    restarts = int(os.environ["LOCKSTEP_RESTARTS"])
+    if restarts:
+        assert lockstep.reduce(1, "sum") == world.world_size
+        sys.exit(0)
+    names = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
+             if os.path.exists(f"/proc/self/fd/{each}")]
+    print(*sorted(name for name in names if "lockstep-snapshot" in name), flush=True)
+    time.sleep(1000)
+    """
+
+
+def process_that_forks(bench: Bench, launcher: int) -> psutil.Process:
+    """The one child of the launcher that leads no group."""
+    (found,) = (
+        each
+        for each in psutil.Process(launcher).children()
+        if os.getpgid(each.pid) == os.getpgid(launcher)
+    )
+    return found
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_process_that_forks_ranks_is_started_anew_if_it_has_ended(
+    bench: Bench, moment: str
+) -> None:
+    """Before a rank fails, and when it does."""
+    run = bench.start("run", "-n", 2, "--restarts", 2, bench.script(FORKED), start_new_session=True)
+    assert run.stdout is not None
+    told = [run.stdout.readline() for _ in range(2)]
+    for line in told:  # each has the files of its own snapshots alone
+        rank = line.removeprefix("[rank ")[0]
+        found = sorted(set(line.split()) - {"(deleted)", "[rank", f"{rank}]"})
+        assert found == [f"/memfd:lockstep-snapshot-{rank}-{slot}" for slot in range(2)]
+    forks = process_that_forks(bench, run.pid)
+    ranks = [each for each in bench.processes() if is_rank(each, run.pid)]
+    victims = [forks, ranks[0]] if moment == "before" else [ranks[0], forks]
+    for victim in victims:
+        victim.kill()
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    anew = "The process from which they are forked has ended. It is started anew, in some seconds."
+    assert (anew in err) or moment == "after"  # it may have forked them already
+    assert "restart 1: rank" in err
+
+
+def test_process_with_a_thread_or_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    number = len(os.listdir("/proc/self/task"))
+    assert zygote.unfit() == f"The process from which they are forked has {number} threads."
+    ended.set()
+    thread.join()
+    monkeypatch.setattr(zygote.os, "listdir", lambda path: ["1"] if "task" in path else ["0"])
+    monkeypatch.setattr(zygote.os, "readlink", lambda path: "/dev/nvidia0")
+    assert zygote.unfit() == "The process from which they are forked uses /dev/nvidia0."
+
+
+def test_process_that_may_not_be_forked_is_started_anew_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answers are planted: a request, and what comes of it."""
+    forking = zygote.Forking(Job(b"", 1, 1), (), (), os.getpid())
+    lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    for _, theirs in lines:
+        for told in ({"error": "It has 2 threads.", "is_unusable": True}, {"forked": 3}):
+            theirs.send(json.dumps(told).encode())
+    found = zygote.Zygote(os.getpid(), lines[0][0], forking)
+
+    def start_anew(self: zygote.Zygote) -> None:
+        self._line, self._is_unusable = lines[1][0], False
+
+    monkeypatch.setattr(zygote.Zygote, "_start_anew", start_anew)
+    said: list[str] = []
+    with pytest.raises(LaunchError, match="can't be started again: It has 2 threads"):
+        found.take(3, lambda: False, said.append)
+    (words,) = said
+    assert words.endswith("It has 2 threads. It is started anew, in some seconds.")
+    assert [theirs.recv(10) for _, theirs in lines] == [b"3", b"3"]
+    for pair in lines:
+        for end in pair:
+            end.close()

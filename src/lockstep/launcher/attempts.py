@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,7 +67,7 @@ class Attempts:
         number = 0
         try:
             while True:
-                attempt = self._zygote.take(number, self._signals.is_pending)
+                attempt = self._zygote.take(number, self._signals.is_pending, self._say)
                 if attempt is None or self._signals.is_pending():
                     return self._interrupted(attempt)
                 watch = self._watch(attempt)
@@ -108,6 +109,8 @@ class Attempts:
     def _say(self, words: str) -> None:
         if self.console is not None:
             self.console.say(words)
+        else:
+            os.write(2, f"lockstep: {words}\n".encode())
 
     def _drop(self, attempt: Attempt) -> None:
         kill_ranks(attempt.ranks)

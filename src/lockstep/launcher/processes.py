@@ -221,20 +221,22 @@ def check_descriptors(number: int) -> None:
 
 
 class Guardian(NamedTuple):
-    """A forked process that ends the ranks' process ``groups`` if this process is killed.
+    """A forked process that ends the ranks' process ``groups`` if the launcher is killed.
 
     The kernel ends the ranks themselves (see :func:`end_with_parent`), but not the processes that
     they started. It is out of reach of the terminal and of signals to this process's group, and
     has no descriptors but the lifeline, which no other process may hold open: any other would keep
     the reader of a pipe waiting for its end-of-file. So it is to be forked after the ranks.
+
+    If the lifeline was lost before it came to the launcher, the groups alone are ended.
     """
 
     pid: int
     lifeline: int  # a descriptor, to be open in the launcher alone
 
     @classmethod
-    def start(cls, groups: Collection[int]) -> Guardian:
-        """Fork it."""
+    def start(cls, groups: Collection[int], launcher: int) -> Guardian:
+        """Fork it, for a process ``launcher``, which may be this one."""
         listening, lifeline = os.pipe()
         pid = fork()
         if pid == 0:
@@ -248,7 +250,10 @@ class Guardian(NamedTuple):
                 if os.read(0, 1) != _GOODBYE:
                     for group in groups:
                         send_signal(-group, signal.SIGKILL)
-                    for _ in range(2):  # twice: one may have been starting another
+                    # Of all that have the mark, the launcher is one.
+                    for _ in range(
+                        2 if _has_ended(launcher) else 0
+                    ):  # twice: one may have been starting another
                         for pid in _leftovers(groups):
                             send_signal(pid, signal.SIGKILL)
             finally:  # never return into the caller's code
@@ -262,6 +267,19 @@ class Guardian(NamedTuple):
             os.write(self.lifeline, _GOODBYE)
         os.close(self.lifeline)
         reap(self.pid)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has ended, or does within a while: it closes its files before."""
+    deadline = Deadline(_SWEEP_SECONDS)
+    while deadline.left():
+        try:
+            if stat_fields(pid)[0] in ("Z", "X"):
+                return True
+        except OSError:
+            return True
+        time.sleep(_QUICK_POLL_SECONDS)
+    return False
 
 
 def _leftovers(groups: Collection[int]) -> Iterator[int]:

@@ -165,12 +165,15 @@ def fork_ranks(
     status: RunStatus,
     start: StartOfMany,
     supervisor: int,
+    *,
+    private: Sequence[Sequence[int]] = (),
 ) -> list[RankProcess] | Callable[[], int]:
     """Fork the ranks of this host, which wait until :meth:`RankProcess.begin`; return them.
 
     In a rank, return what to call there, once the stack is back to where no ``finally`` of the
     supervisor's follows. ``signal_mask`` are the signals that a rank blocks, once it has handlers;
-    ``supervisor`` is the process that they are children of when they begin.
+    ``supervisor`` is the process that they are children of when they begin. ``private`` are
+    descriptors of each rank's own, which the others close.
 
     Raises:
         LaunchError: If a limit on processes or descriptors is reached. None is left behind.
@@ -202,6 +205,9 @@ def fork_ranks(
                 process.connection.close()
                 for output in process.outputs:
                     os.close(output)
+            for number, descriptors in enumerate(private):
+                for descriptor in descriptors if number != rank else ():
+                    os.close(descriptor)
             outputs = [writing for _, writing in pipes]
             shown = status.ranks[rank]
             return partial(run_rank, job, supervisor, of_rank, outputs, signal_mask, shown)

@@ -98,7 +98,7 @@ def _start(job: Job) -> int:
     if not isinstance(ranks, list):
         return ranks()
     # From here on this is the supervisor.
-    guardian = processes.Guardian.start([rank.pid for rank in ranks])
+    guardian = processes.Guardian.start([rank.pid for rank in ranks], os.getpid())
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         host = Host(job, none_ended(ranks))
@@ -126,18 +126,18 @@ def _start_attempts(
 ) -> int:
     """The same, for a run whose ranks may be started again."""
     from lockstep.launcher.attempts import Attempts
-    from lockstep.launcher.zygote import Zygote, fork_zygote
+    from lockstep.launcher.zygote import Forking, Zygote, fork_zygote
 
-    # Every rank inherits them, and is told which are its own.
     try:
-        snapshots = [SnapshotMemory.create(rank) for rank in range(job.num_ranks)]
+        snapshots = tuple(SnapshotMemory.create(rank) for rank in range(job.num_ranks))
     except OSError as error:
         raise LaunchError(
             f"There are no files for snapshots of the ranks: {error.strerror}. Nothing was begun. "
             "Ask for fewer ranks, raise the limit on open files (ulimit -n), or leave --restarts "
             "out."
         ) from error
-    zygote = fork_zygote(job, signal_mask, status)
+    forking = Forking(job, tuple(signal_mask), snapshots, os.getpid())
+    zygote = fork_zygote(forking, status)
     if not isinstance(zygote, Zygote):
         return zygote()
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
