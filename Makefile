@@ -59,9 +59,10 @@ conformance: .venv/ready  ## Run torch's own tests of what we replace against ou
 	$(BIN)/python -m tests.conformance.collectives
 	$(BIN)/python -m tests.conformance.ddp
 
-bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's
+bench: .venv/ready  ## Time collectives, steps and start-up, side by side with torch's; note the ratios by date
 	$(BIN)/lockstep bench collectives
-	$(BIN)/lockstep run -n 2 -m benchmarks.steps
+	$(BIN)/lockstep run -n 2 -m benchmarks.steps --json .steps.json
+	$(BIN)/python -m benchmarks.history .steps.json && rm .steps.json
 	$(BIN)/lockstep run -n 2 -m benchmarks.optimizers
 	for n in 1 2 4; do $(BIN)/lockstep run -n $$n -m benchmarks.checkpoint; done
 	$(BIN)/lockstep run -n 2 -m benchmarks.loader
@@ -81,7 +82,7 @@ format: .venv/ready  ## Put the code into the house's form
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environments
-	rm -rf .venv .venv-clients .venv-docs .venv-torch-* .venv-python-* docs/_build docs/_commands docs/_pictures docs/_reference
+	rm -rf .venv .venv-clients .venv-docs .venv-torch-* .venv-python-* docs/_build docs/_commands docs/_history docs/_pictures docs/_reference
 
 # Makes the virtual environment $(@D) of the extras $(1), with what the files $(2) pin, after $(3).
 define make_environment

@@ -28,7 +28,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 # Made anew by this very code.
 _HERE = Path(__file__).parent
 sys.path.insert(0, str(_HERE))
-for _name in "commands", "pictures", "reference":
+for _name in "commands", "history", "pictures", "reference":
     subprocess.run([sys.executable, _HERE / f"{_name}.py", _HERE / f"_{_name}"], check=True)
 
 # A reference to a name of lockstep's that isn't documented is an error. Those of other projects
