@@ -72,6 +72,21 @@ def test_ranks_agree_on_the_order_that_rank_0_saw():
     assert run_ranks(2, body) == [[["p1"], ["p0"], ["p2"]]] * 2
 
 
+def test_an_order_that_is_known_is_that_of_the_first_backward():
+    first, parameters, _ = reducer_of(4)
+    assert first.order.agreed(first.last.order) == []
+    backward(first, parameters, [1, 3, 0])
+    order = first.order.agreed(first.last.order)
+    assert order == [1, 3, 0, 2]
+    second, parameters, _ = reducer_of(4)
+    second.order.expect([0, 1])  # that of other parameters
+    second.order.expect(order)
+    for _ in range(2):
+        backward(second, parameters, [0, 1, 2, 3])
+        assert second.buckets == [["p1"], ["p3"], ["p0"], ["p2"]]
+    assert second.order.agreed(second.last.order) == order
+
+
 def test_unused_gradients_hold_nothing_up():
     reducer, parameters, group = reducer_of(3)
     backward(reducer, parameters, [2, 0])

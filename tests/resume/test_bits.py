@@ -39,7 +39,8 @@ def check_failed(ended: Ended) -> None:
         ("sharded", "gloo", 2),
         pytest.param("sharded", "shm", 3, marks=long),
         pytest.param("adam", "gloo", 2, marks=long),
-        pytest.param("plain", "gloo", 3, marks=long),
+        # Gloo's sums of four depend on where an element is among the others.
+        pytest.param("plain", "gloo", 4, marks=long),
         pytest.param("adam", "shm", 1, marks=long),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import spans
-from lockstep.comm import broadcast_tensors, mean_divisor
+from lockstep.comm import mean_divisor
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.arrangement import Assigned, assigned_for, make_buckets
 from lockstep.grad.assign import FIRST_BUCKET_BYTES
@@ -22,6 +22,7 @@ from lockstep.grad.bucket import Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
+from lockstep.grad.gradient_order import GradientOrder
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientTable
@@ -56,6 +57,7 @@ class Reducer:
         table: The parameters, in the order in which their gradients become ready.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         last: What the last backward has left.
+        order: The order in which gradients become ready, once ranks agree on it.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
     """
 
@@ -86,6 +88,7 @@ class Reducer:
         self._runs: list[Assigned] = []
         # What backwards have shown.
         self.is_rearranged = self._gets_gradients_twice = False
+        self.order = GradientOrder(self.table, group)
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self.last = Result()
         # The backward that runs, or has failed and isn't finished.
@@ -176,12 +179,10 @@ class Reducer:
         now = self._pass = ReducerPass(table.sparse, Phase.COLLECTING)
         now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
         Bucket.open_all(self._buckets, now.scale)
-        if (order := self.last.order) is not None and not self.is_rearranged:
-            missing = sorted({*table.order} - {*order}, reverse=True)
-            agreed = torch.tensor([*order, *missing], device=table.parameters[0].device)
-            broadcast_tensors(self.process_group, [agreed])  # that of rank 0
+        if self.last.order is not None and not self.is_rearranged:
+            order = self.order.agreed(self.last.order)
             self.is_rearranged = True  # on every rank, as none of them has raised
-            self._arrange(agreed.tolist())
+            self._arrange(order)
         if not self._buckets or self._arranged_for is not self.comm_hook:
             self._arrange(table.order)
         Bucket.begin_all(self._buckets)

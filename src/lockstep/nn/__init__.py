@@ -3,6 +3,7 @@
 from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.distributed import DistributedDataParallel
+from lockstep.nn.gradient_orders import expect_gradient_orders, gradient_orders
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import (
     TORCHS_WRAPPERS,
@@ -37,8 +38,10 @@ __all__ = [
     "average_gradients",
     "data_parallel",
     "defer_gradients",
+    "expect_gradient_orders",
     "finish_failed",
     "gather",
+    "gradient_orders",
     "groups_of",
     "join",
     "mean",

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from lockstep.checkpoint import unwrapped
+from lockstep.nn import expect_gradient_orders, gradient_orders
 from lockstep.resume.modes import Modes
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Progress:
@@ -28,9 +32,13 @@ class Progress:
         self.num_done, self.seed = 0, 0
         self.best: float | None = None
         self._modes = Modes(things)
+        self._modules = [unwrapped(each) for each in things.values() if isinstance(each, nn.Module)]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self._modules for parameter in module.parameters()]
 
     def state(self) -> dict[str, Any]:
-        """Return what is the same on all ranks, as JSON has it."""
+        """Return what is the same on all ranks, as JSON has it. Every rank calls it."""
         return {
             "format": _FORMAT,
             "step": self.num_done,
@@ -38,10 +46,11 @@ class Progress:
             "best": self.best,
             "batches": self.batches.state(),
             "modes": self._modes.state(),
+            "orders": gradient_orders(self._parameters()),
         }
 
     def load(self, state: Mapping[str, Any], loader_state: Any) -> None:
-        """Go on from a state, and from a foreign loader's on this rank.
+        """Go on from a state, and from a foreign loader's on this rank. Every rank calls it.
 
         Raises:
             ValueError: If it is of another loader or another release.
@@ -54,3 +63,4 @@ class Progress:
         self.num_done, self.seed, self.best = state["step"], state["seed"], state["best"]
         self.batches.load(state["batches"], loader_state)
         self._modes.put(state["modes"])
+        expect_gradient_orders(self._parameters(), state["orders"])
