@@ -71,7 +71,15 @@ class ContradictoryInit(InitError, ValueError):
 
 
 class RendezvousFailed(InitError, TimeoutError):
-    """The ranks did not all meet within the timeout."""
+    """The ranks did not all meet within the timeout.
+
+    Attributes:
+        ranks: Those that did not come, as far as that is known.
+    """
+
+    def __init__(self, message: str = "", ranks: list[int] | tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class BackendUnavailable(InitError):
@@ -139,7 +147,13 @@ class GroupClosed(CollectiveFailed):
 
 
 class CheckpointError(LockstepError, RuntimeError):
-    """A checkpoint was not saved or not loaded."""
+    """A checkpoint was not saved or not loaded.
+
+    Attributes:
+        rank: The rank whose error this is, by its number in the whole run, if it is another one's.
+    """
+
+    rank: int | None = None
 
 
 class SaveFailed(CheckpointError):

@@ -19,6 +19,8 @@ from lockstep.comm.shm.barrier import Fault
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.comm.ranks_on_hosts import run_hosts
 
+HANDLER = torch.utils.data._utils.signal_handling.__file__
+
 HOSTS = {
     "two and two": [[0, 1], [2, 3]],
     "uneven": [[0, 1, 2], [3]],
@@ -353,6 +355,18 @@ def test_rank_that_is_late_on_another_host_is_named_by_those_that_wait_for_it_th
     ):
         raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
     telling.join()
+
+
+def test_an_ended_worker_of_a_loader_is_no_lost_rank() -> None:
+    """Torch tells of it in a signal's handler, which may run while a rank waits for others."""
+    network: Any = Network.__new__(Network)
+    handler = compile("raise RuntimeError('DataLoader worker is killed')", HANDLER, "exec")
+    with (
+        pytest.raises(RuntimeError, match="worker is killed") as caught,
+        network._naming(Signature("barrier", torch.uint8, ()), 20.0, [0, 1]),
+    ):
+        exec(handler)
+    assert type(caught.value) is RuntimeError
 
 
 def test_store_behind_a_cut_link_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import CollectiveTimeout
+from lockstep.errors import CollectiveTimeout, PeerLost, RendezvousFailed, SaveFailed
 from lockstep.launcher.failures import (
     ErrorText,
     Failure,
@@ -181,9 +181,45 @@ def test_ranks_that_were_waited_for_are_those_of_an_error_or_its_cause() -> None
     late = CollectiveTimeout("Rank 1 did not come", [1], "all_reduce")
     again = ValueError("the step failed")
     again.__cause__ = late
-    for error in (late, again):
+    for error in (late, again, RendezvousFailed("rank 1 did not come", [1])):
         assert failure_by(error, 0, of_function=False).missed == (1,)
     assert failure_by(ValueError("bad"), 0, of_function=False).missed == ()
+
+
+def tells(rank: int, at: float, *earlier: int) -> RankProcess:
+    process = raised(rank, at, "SaveFailed: there was no room")
+    assert process.failure is not None
+    process.failure = replace(process.failure, told_of=earlier)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "headline"),
+    [
+        ([tells(0, 1.0, 2), raised(2, 1.1, "OSError: no room")], 2, "rank 2 of 3 failed first"),
+        ([tells(0, 1.0, 2), tells(1, 1.1, 2)], 2, "rank 2 failed before all others, as they tell."),
+        # Rank 0 was lost, as it had lost rank 2.
+        ([tells(1, 1.0, 0), tells(0, 1.1, 2)], 2, "rank 2 failed before all others"),
+        ([tells(1, 1.0, 0), tells(0, 1.1, 1)], 1, "rank 1 of 3 failed first"),
+    ],
+)
+def test_a_rank_that_others_tell_of_is_blamed(
+    processes: list[RankProcess], rank: int, headline: str
+) -> None:
+    outcome = failure_outcome(failures_of(processes), 3)
+    assert outcome.rank == rank
+    assert outcome.message is not None
+    assert outcome.message.startswith(headline)
+
+
+def test_the_rank_that_failed_before_is_that_of_an_error_or_its_cause() -> None:
+    saved = SaveFailed("Rank 2: no room")
+    saved.rank = 2
+    again = ValueError("the step failed")
+    again.__cause__ = PeerLost("Rank 2 has left", [2], "all_gather")
+    for error in (saved, again):
+        assert failure_by(error, 0, of_function=False).told_of == (2,)
+    assert failure_by(SaveFailed("no room"), 0, of_function=False).told_of == ()
 
 
 def test_a_rank_that_is_ended_in_its_exit_handlers_had_ended_well() -> None:

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep import errors
-from lockstep.comm import ALONE, all_gather_bytes, device_of_facts, differing_facts
+from lockstep.comm import (
+    ALONE,
+    all_gather_bytes,
+    device_of_facts,
+    differing_facts,
+    global_rank,
+)
 from lockstep.nn import finish_failed, refuse_in_replica
 from lockstep.world import group_or_all
 
@@ -50,7 +56,9 @@ class Ranks:
             if found is not None:
                 kind = getattr(errors, found[0], errors.CheckpointError)
                 kind = kind if issubclass(kind, errors.CheckpointError) else errors.CheckpointError
-                raise kind(f"Rank {rank}: {found[1]}")
+                told = kind(f"Rank {rank}: {found[1]}")
+                told.rank = rank if self.group is ALONE else global_rank(self.group, rank)
+                raise told
         return [value for _, value in answers]
 
     def check_same(self, facts: dict[str, Any], what: str) -> None:

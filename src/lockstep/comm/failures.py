@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,6 +33,8 @@ STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 # The beginnings of errors of Gloo's, and of ours.
 _KINDS = ("gloo/", "PeerLost: ", "CollectiveTimeout: ", "CollectiveMismatch: ")
+# Where torch's loader raises an error, whatever runs, when a worker has ended.
+_LOADERS_HANDLER = "torch/utils/data/_utils/signal_handling.py"
 # The tag of messages without a receive: sending one fails if the connection has ended.
 _TAG = 0x6C6F636B
 
@@ -103,6 +106,12 @@ def is_from_group(error: RuntimeError) -> bool:
     """Whether ``error`` is one that groups raise when ranks can't go on together."""
     text = str(error)  # of an error in a future, only the text is left
     return isinstance(error, dist.DistError) or any(kind in text for kind in _KINDS)
+
+
+def is_of_loader(error: RuntimeError) -> bool:
+    """Whether torch's loader raised it, in a signal's handler, as a worker has ended."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.endswith(_LOADERS_HANDLER) for frame in frames)
 
 
 def global_rank(group: ProcessGroup, rank: int) -> int:

@@ -23,7 +23,7 @@ from torch.distributed import Work
 
 from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
-from lockstep.comm.failures import STORE_SECONDS, answered
+from lockstep.comm.failures import STORE_SECONDS, answered, is_of_loader
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
 from lockstep.comm.network import this_memory
 from lockstep.comm.shm.barrier import Fault
@@ -226,6 +226,8 @@ class Network:
         except CollectiveFailed:
             raise
         except RuntimeError as error:
+            if is_of_loader(error):
+                raise
             # The rank that failed first has said why before it closed its connections. If time was
             # up, those of other hosts may be waiting for one there, and are about to name that.
             is_late = "timed out" in str(error).lower()

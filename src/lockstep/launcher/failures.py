@@ -16,7 +16,7 @@ import signal as signals
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from traceback import FrameSummary, TracebackException
@@ -24,7 +24,14 @@ from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from lockstep import errors
-from lockstep.errors import CollectiveTimeout, LaunchError, RankFailed
+from lockstep.errors import (
+    CheckpointError,
+    CollectiveTimeout,
+    LaunchError,
+    PeerLost,
+    RankFailed,
+    RendezvousFailed,
+)
 from lockstep.launcher.lookups import note_lookup
 from lockstep.printable import signal_name
 
@@ -80,6 +87,7 @@ class Failure:
     # Whether the program hadn't come to init(), and would fail alike: an import, a usage.
     is_of_start: bool = False
     missed: tuple[int, ...] = ()  # the ranks, of any host, for which it waited until its timeout
+    told_of: tuple[int, ...] = ()  # ranks that failed before it, as its error tells
     last_words: str = ""  # the end of its stderr, which is all there is of a crash
 
     @property
@@ -96,6 +104,8 @@ class Failure:
     @property
     def lost_a_peer(self) -> bool:
         """Whether it failed because another rank was gone, or didn't come."""
+        if self.told_of:
+            return True
         return self.told is not None and bool(_LOST_A_PEER.search(self.told.full))
 
 
@@ -162,10 +172,15 @@ def failure_outcome(
     """
     culprit = first_failure(failures)
     absent = _absent(culprit, failures, world_size)
+    earlier = None if absent else _earlier(culprit, failures)
+    message = _message(culprit, absent, failures, ended_well, world_size, full_traceback)
+    if earlier is not None:
+        message = f"rank {earlier} failed before all others, as they tell. Of them, {message}"
+    rank = absent[0] if len(absent) == 1 else culprit.rank
     return Outcome(
         culprit.exit_code,
-        message=_message(culprit, absent, failures, ended_well, world_size, full_traceback),
-        rank=absent[0] if len(absent) == 1 else culprit.rank,
+        message=message,
+        rank=rank if earlier is None else earlier,
         signal=None if culprit.signal is None else signal_name(culprit.signal),
         traceback=culprit.traceback,
         at_seconds=culprit.at_seconds,
@@ -191,6 +206,14 @@ def _absent(culprit: Failure, failures: Sequence[Failure], world_size: int) -> l
     waited = {failure.rank for failure in failures if failure.missed}
     absent = sorted({*culprit.missed} - waited)
     return absent if 2 * len(absent) <= world_size else []
+
+
+def _earlier(culprit: Failure, failures: Sequence[Failure]) -> int | None:
+    """The rank that failed before the ``culprit``, but was ended before it could tell of that."""
+    known = {failure.rank for failure in failures}
+    in_time = sorted(failures, key=lambda failure: failure.at_seconds)
+    ranks = [rank for failure in in_time for rank in failure.told_of if rank not in known]
+    return ranks[0] if culprit.lost_a_peer and ranks else None
 
 
 def _message(
@@ -286,18 +309,34 @@ def failure_by(
     told = _tell(error, f"{attribute if of_function else option} them")
     told = told._replace(error=f"{told.error} {lookup}".rstrip())
     never_began = isinstance(error, (ImportError, SyntaxError, SystemExit)) and not has_met
-    return Failure(rank, now, code, told, is_of_start=never_began, missed=_missed(error))
+    chain = [*_chain(error)]
+    missed, told_of = _missed(chain), _told_of(chain)
+    return Failure(rank, now, code, told, is_of_start=never_began, missed=missed, told_of=told_of)
 
 
-def _missed(error: BaseException | None) -> tuple[int, ...]:
-    """The ranks that didn't come to a collective in time, if that is the error or its cause."""
+def _missed(chain: Sequence[BaseException]) -> tuple[int, ...]:
+    """The ranks that didn't come in time, if that is an error of the chain."""
+    late = (each.ranks for each in chain if isinstance(each, (CollectiveTimeout, RendezvousFailed)))
+    return next(late, ())
+
+
+def _told_of(chain: Sequence[BaseException]) -> tuple[int, ...]:
+    """The ranks whose failure is an error of the chain."""
+    for each in chain:
+        if isinstance(each, PeerLost):
+            return each.ranks
+        if isinstance(each, CheckpointError) and each.rank is not None:
+            return (each.rank,)
+    return ()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, CollectiveTimeout):
-            return error.ranks
+        yield error
         error = error.__cause__ or error.__context__
-    return ()
 
 
 def exit_code_of(error: SystemExit, *, of_function: bool) -> int:

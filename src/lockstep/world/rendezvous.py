@@ -196,13 +196,14 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     notes = ask(place, call, timeout)
-    absent = [str(rank) for rank, note in enumerate(notes) if note is None]
+    absent = [rank for rank, note in enumerate(notes) if note is None]
     if not absent:
         return [note for note in notes if note is not None]
     raise RendezvousFailed(
         f"rank {place.rank} waited {seconds:g} s for {place.world_size} ranks, but did not see "
-        f"rank {', '.join(absent)}. Look at the output of those ranks; if they only start slowly, "
-        "give init() a longer timeout."
+        f"rank {', '.join(map(str, absent))}. Look at the output of those ranks; if they only "
+        "start slowly, give init() a longer timeout.",
+        absent,
     )
 
 
