@@ -231,7 +231,7 @@ def test_a_rank_that_writes_on_keeps_no_folder_of_a_save_that_failed(tmp_path, m
         return make(self, rank)
 
     monkeypatch.setattr(Place, "new_file", stuck)
-    monkeypatch.setattr(saving, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(saving, "_TO_SAVE_SECONDS", 0.5)
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         save = partial(lockstep.save, tmp_path, process_group=group, value=torch.ones(100_000))

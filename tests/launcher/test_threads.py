@@ -179,7 +179,7 @@ def test_first_failure_with_its_traceback_and_no_hang(monkeypatch: pytest.Monkey
             lost.append(str(error))
             raise
 
-    monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
+    monkeypatch.setattr(threads, "_TO_FOLLOW_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 of 3 failed first") as caught:
         launch(body, 3, ranks="threads")
@@ -214,7 +214,7 @@ def test_failure_ends_the_wait_for_a_new_group(monkeypatch: pytest.MonkeyPatch) 
             raise KeyError("before the new group")
         dist.new_group([0, 1, 2], backend="threads")
 
-    monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
+    monkeypatch.setattr(threads, "_TO_FOLLOW_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 2 of 3 failed first"):
         launch(body, 3, ranks="threads")
@@ -242,7 +242,7 @@ def test_exit_is_a_failure(value: object, code: int, capsys: pytest.CaptureFixtu
 
 
 def test_thread_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(threads, "_TO_FOLLOW_SECONDS", 0.5)
     end = threading.Event()
 
     def body(world: World) -> None:
@@ -270,7 +270,7 @@ def test_interrupt_ends_the_ranks_waits(
             interrupt(signal.SIGINT)  # as Ctrl-C does
         dist.barrier() if world.rank == 0 else dist.new_group([0, 1], backend="threads")
 
-    monkeypatch.setattr(threads, "_PATIENCE_SECONDS", 110.0)
+    monkeypatch.setattr(threads, "_TO_FOLLOW_SECONDS", 110.0)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(body, ranks="threads")

@@ -100,7 +100,7 @@ SHOWN = [
     mutation(
         "test_a_wait_for_a_call_is_not_one_for_later_calls",
         "comm/work.py",
-        "if self._carrying_out.acquire(True, _PATIENCE_SECONDS):",
+        "if self._carrying_out.acquire(True, _TURN_SECONDS):",
         "if self._carrying_out.acquire():",
     ),
     mutation(

@@ -39,7 +39,7 @@ from lockstep.world import accelerator, num_accelerators
 # Smaller tensors are written by rank 0 alone, so that those that may differ between the ranks, such
 # as buffers, are those of one rank.
 _SMALL_BYTES = 64 * 1024
-_PATIENCE_SECONDS = 10.0  # for what can't be saved any more
+_TO_SAVE_SECONDS = 10.0  # for what can't be saved any more
 _EXCHANGE_SECONDS = 1.0  # between words of how an asynchronous save goes
 _LOOK_SECONDS = 0.1  # between looks for Ctrl-C, whose signal another thread may have taken
 
@@ -312,7 +312,7 @@ class Background:
             except BaseException:
                 if self._place is not None:
                     self._place.is_abandoned = True
-                self.finish(_PATIENCE_SECONDS)  # the disk may be stuck, and the others have raised
+                self.finish(_TO_SAVE_SECONDS)  # the disk may be stuck, and the others have raised
                 raise
 
 
@@ -331,7 +331,7 @@ def _at_exit() -> None:
         traceback.print_exception(error)
     if errors:
         for each in _backgrounds:
-            each.finish(_PATIENCE_SECONDS)
+            each.finish(_TO_SAVE_SECONDS)
         print("lockstep: the last checkpoint was not saved.", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

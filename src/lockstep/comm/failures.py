@@ -27,7 +27,7 @@ from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, Rende
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
 _GRACE_SECONDS = 0.3
 # The wait for notes if no connection has ended. Ranks time out as far apart as they came.
-_PATIENCE_SECONDS = 2.0
+_NOTE_SECONDS = 2.0
 # The limit for the store, which may be stopped or gone.
 STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -191,7 +191,7 @@ def _exchange_notes(group: ProcessGroup, note: _Note, found: dict[int, _Note]) -
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
         store.set(str(here), json.dumps(note))
-        grace, patience = Deadline(_GRACE_SECONDS), Deadline(_PATIENCE_SECONDS)
+        grace, patience = Deadline(_GRACE_SECONDS), Deadline(_NOTE_SECONDS)
         while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):

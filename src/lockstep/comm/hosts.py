@@ -56,7 +56,7 @@ _PIECE_BYTES = 32 * 1024 * 1024
 _ONE_COLUMN_BYTES = 64 * 1024
 # Ranks whose time is up wait a little for others to name the late rank; and ranks wait for those of
 # a column twice as much longer, before they take one of their own host for the late one.
-_PATIENCE_SECONDS = 2.0
+_FAULT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
 
@@ -231,7 +231,7 @@ class Network:
             # The rank that failed first has said why before it closed its connections. If time was
             # up, those of other hosts may be waiting for one there, and are about to name that.
             is_late = "timed out" in str(error).lower()
-            if (told := self._told_fault(_PATIENCE_SECONDS if is_late else 0.0)) is not None:
+            if (told := self._told_fault(_FAULT_SECONDS if is_late else 0.0)) is not None:
                 raise told.error(signature.operation) from error
             names = [self.ranks[rank] for rank in ranks if rank != self.rank]
             kind: type[CollectiveFailed] = PeerLost
@@ -290,7 +290,7 @@ class HostsCollectives(Collectives):
     def __init__(self, transport: HostsTransport, signature: Signature, deadline: Deadline) -> None:
         super().__init__(transport, signature, deadline)  # type: ignore[arg-type]
         self._local = Collectives(transport.local, signature, deadline)
-        later = Deadline(deadline.seconds + 2 * _PATIENCE_SECONDS)
+        later = Deadline(deadline.seconds + 2 * _FAULT_SECONDS)
         self._after_network = Collectives(transport.local, signature, later)
 
     def barrier(self) -> None:

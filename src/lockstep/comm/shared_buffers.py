@@ -2,7 +2,7 @@
 
 Note [Shared buffers]: a rank may want to write its buffer again while another rank still reads it.
 So each rank writes a note behind its buffer when it won't read the others' any more. A rank that
-doesn't find the notes of all ranks within _PATIENCE_SECONDS makes a second buffer, and takes turns
+doesn't find the notes of all ranks within _NOTES_SECONDS makes a second buffer, and takes turns
 between the two. Two are enough, since a rank comes to a barrier only after its last read of the
 buffers of the one before. On processors that may show the note to others before the reads are over,
 there are two buffers from the start.
@@ -25,7 +25,7 @@ from lockstep.errors import CollectiveFailed
 _NOTE_BYTES, _LINE_BYTES = 8, 64
 # How long to wait for the notes of the other ranks before a second buffer is made, and how long
 # between two looks at them.
-_PATIENCE_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
+_NOTES_SECONDS, _PAUSE_SECONDS = 0.05, 50e-6
 # Whether the processor completes earlier reads before others see a later write.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 # Of the ranks' buffers, the most whose notes are known.
@@ -92,7 +92,7 @@ class SharedBuffers:
     def _free_first(self) -> None:
         """Make the first buffer one that no rank reads. See Note [Shared buffers]."""
         if len(self.local) == 1:
-            patience = Deadline(_PATIENCE_SECONDS)
+            patience = Deadline(_NOTES_SECONDS)
             if _KEEPS_ORDER and patience.until(self._is_read_by_all, _PAUSE_SECONDS):
                 return
             self.local.append(self.new())

@@ -46,7 +46,7 @@ _GRACE_SECONDS = 0.02
 # The number of looks without a call after which the thread ends: 5 seconds.
 _MAX_IDLE_LOOKS = 250
 # The interval at which a thread that waits for its call tries to carry it out itself.
-_PATIENCE_SECONDS = 0.002
+_TURN_SECONDS = 0.002
 # How long after its deadline a wait goes on for another thread, which looks at it if it can: not if
 # it waits for Gloo.
 DEAF_SECONDS = 2.0
@@ -372,7 +372,7 @@ class WorkQueue:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
             # Shown by test_a_wait_for_a_call_is_not_one_for_later_calls.
-            if self._carrying_out.acquire(True, _PATIENCE_SECONDS):
+            if self._carrying_out.acquire(True, _TURN_SECONDS):
                 self._carry_out_next(end, until=work)
             elif not end.left():  # that thread's limit need not be this one's
                 running = self._running  # at most work, if that isn't done afterwards

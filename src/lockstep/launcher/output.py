@@ -24,7 +24,7 @@ _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 # A line that stays unfinished for this time is a prompt; others are just being written.
 _PROMPT_NS = 100_000_000
 # How long a stream may take nothing once a signal has come, before all output is dropped.
-_PATIENCE_SECONDS = 0.5
+_STUCK_SECONDS = 0.5
 # The same, before no more pictures of what the ranks do are put behind those that wait.
 _PICTURE_SECONDS = 0.2
 
@@ -226,7 +226,7 @@ class Console:
     def hasten(self) -> None:
         """A signal has come that ends the launcher: have no more patience with who doesn't read."""
         if self._patience is None:
-            self._patience = Deadline(_PATIENCE_SECONDS)
+            self._patience = Deadline(_STUCK_SECONDS)
 
     def check(self) -> float | None:
         """See whether the streams take what is written; return the seconds until the next time."""
@@ -253,11 +253,11 @@ class Console:
         if self._patience is None or self.is_idle:
             return None
         stuck_seconds = max(writer.stuck_seconds for writer in self._writers.values())
-        return max(self._patience.left(), _PATIENCE_SECONDS - stuck_seconds)
+        return max(self._patience.left(), _STUCK_SECONDS - stuck_seconds)
 
     def wait(self) -> None:
         """Wait a moment for all to be written, if no signal comes."""
-        deadline = Deadline(_PATIENCE_SECONDS)
+        deadline = Deadline(_STUCK_SECONDS)
         while not self.is_idle and not self._signals.is_pending():
             if not (seconds := deadline.left()):
                 return

@@ -38,7 +38,7 @@ from lockstep.world import allocator_environment, quiet_environment
 Result = TypeVar("Result")
 
 _READ_BYTES = 1 << 16
-_PATIENCE_SECONDS = 10.0  # longer than the supervisor takes to kill ranks, after their grace
+_TO_KILL_SECONDS = 10.0  # longer than the supervisor takes to kill ranks, after their grace
 
 
 def run_job(job: Job) -> NoReturn:
@@ -243,7 +243,7 @@ def supervise(job: Job) -> Outcome:
                 grace = GRACE_SECONDS if job.grace_seconds is None else job.grace_seconds
                 try:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        supervisor.wait(grace + _PATIENCE_SECONDS)
+                        supervisor.wait(grace + _TO_KILL_SECONDS)
                 finally:  # Ctrl-C again
                     supervisor.kill()  # its guardian then ends the ranks
                     supervisor.wait()

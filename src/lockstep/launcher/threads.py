@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 # For the other ranks to end after one has failed. Nothing can end a thread, but a wait for the
 # failed rank raises at once.
-_PATIENCE_SECONDS = 10.0
+_TO_FOLLOW_SECONDS = 10.0
 
 
 def run_threads(
@@ -79,7 +79,7 @@ def run_threads(
         outcome = failure_outcome(failures, num_ranks)
         if left := [thread.name for thread in threads if thread.is_alive()]:
             running = (
-                f"\n\nStill running {_PATIENCE_SECONDS:g} s later: {', '.join(left)}. A thread "
+                f"\n\nStill running {_TO_FOLLOW_SECONDS:g} s later: {', '.join(left)}. A thread "
                 "can't be ended from outside; use ranks='processes' for a function that may hang."
             )
             outcome = replace(outcome, message=f"{outcome.message}{running}")
@@ -117,12 +117,12 @@ def _wait_for_endings(ended: queue.SimpleQueue[Failure | None], num_ranks: int) 
             num_running -= 1
             if failure is not None:
                 failures.append(failure)
-                deadline = deadline if failures[1:] else Deadline(_PATIENCE_SECONDS)
+                deadline = deadline if failures[1:] else Deadline(_TO_FOLLOW_SECONDS)
     return failures
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = Deadline(_PATIENCE_SECONDS)
+    deadline = Deadline(_TO_FOLLOW_SECONDS)
     for thread in threads:
         if thread.ident is not None:
             thread.join(deadline.left())

@@ -365,7 +365,10 @@ class BackwardSync:
             self._failed = None
 
     def refresh(self, engine: Engine) -> None:
-        """Let ``engine`` continue with the parameters that its module has now."""
+        """Let ``engine`` continue with the parameters that its module has now.
+
+        Every rank must call it; it blocks if the module may have others than before.
+        """
         if engine.has_changed():
             self.finish_failed()
             engine.refresh(in_backward=self.is_running())

@@ -258,7 +258,12 @@ class Sharding:
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
     def _take_gradients(self, flat: FlatParameters, parts: list[LocalGroup]) -> list[Shard]:
-        """Set the gradients of the shards of ``flat``; add the shards to ``parts``; return them."""
+        """Set the gradients of this rank's shards of ``flat``, and return the shards.
+
+        Their tensors are added to ``parts``, by param_group; of gradients that are unsummed in
+        memory that ranks share, the shards themselves, which are summed as they are updated. Every
+        rank must call it; it blocks where gradients have to be sent.
+        """
         shards = [shard for shard in self._division.shards if shard.flat is flat]
         bucket = None if flat.keeps_whole else flat.deferred_bucket()
         if bucket is not None:

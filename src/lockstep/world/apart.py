@@ -43,7 +43,7 @@ from lockstep.world.told import look_for_strangers, tell
 # Facts are left before the steps 1, 2, 4, 8 and so on, and each of so many.
 _INTERVAL = 64
 # How long the first rank waits for the facts of others when it ends.
-_PATIENCE_SECONDS = 0.3
+_TO_COMPARE_SECONDS = 0.3
 # Of how many looks facts are kept in the store.
 _NUM_SLOTS, _LAST_LOOK = 4, -1
 # How many steps of an optimizer that nothing is known to keep in step are watched, and after how
@@ -173,7 +173,7 @@ def _look(
 
 def look_at_the_end() -> None:
     """Look at the options of the last steps, before the first rank takes the store with it."""
-    patience = Deadline(_PATIENCE_SECONDS)
+    patience = Deadline(_TO_COMPARE_SECONDS)
     with contextlib.suppress(Exception):  # whatever is gone by now
         for optimizer, watched in [*_watched.items()]:
             if not watched.is_done and watched.num_steps not in watched.steps:
