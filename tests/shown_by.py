@@ -1,8 +1,8 @@
 """``make test-shown``: whether tests notice the mistakes that they are there for.
 
 For each mutation of ``tests/mutations`` its test runs with a copy of the source that has it, and
-must fail. All these tests run with an unchanged copy first, where they must pass. Each runs in a
-fork of this process, which has imported torch and not lockstep.
+must fail. All these tests run with an unchanged copy first, several in one process, and must pass.
+Each process is a fork of this one, which has imported torch and not lockstep.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,9 +36,11 @@ from tests.mutations.waits import WAITS
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "lockstep"
 MUTATIONS = [*SHOWN, *OTHERS, *WAITS]
-# How long a test may take as it is, and how many times as long with a mutation, but at least: one
-# that waits for ever has failed.
-_MOST_SECONDS, _TIMES, _LEAST_SECONDS = 120, 4, 15
+# How long all tests may take as they are; and one with a mutation, times as long as without, but at
+# least: one that waits for ever has failed.
+_MOST_SECONDS, _TIMES, _LEAST_SECONDS = 300, 4, 15
+# What a run prints of each test that has ended: how long it took, and its node id.
+_TOOK = re.compile(r"^took ([\d.]+) s: (.+)$", re.MULTILINE)
 # Of pytest: all passed, one failed, one could not be collected, options are wrong, none was found.
 _PASSED, _FAILED, _NOT_RUN, _NOTHING_FOUND = 0, 1, (2, 3, 4), 5
 # torch imports lockstep, unless this is 0.
@@ -162,29 +165,31 @@ class _EndsAtAFailure:
     """A plugin of pytest: the first failure is all there is to know, and cleaning up takes long."""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        print(f"\ntook {report.duration:.3f} s: {report.nodeid}")
         if report.failed:
-            print(report.nodeid, report.longreprtext, sep="\n", flush=True)
+            print(report.longreprtext, flush=True)
             os._exit(_FAILED)
 
 
 class Trial(NamedTuple):
-    """A test, and the source with which it runs: as it is, or with a mutation.
+    """Tests, and the source with which they run: as it is, or with a mutation.
 
     Attributes:
-        test: As in the mutation.
+        tests: As in the mutation.
         delay: As in the mutation.
-        limit: After how many seconds it has failed.
+        limit: After how many seconds they have failed.
         mutation: None for the source as it is.
     """
 
-    test: str
+    tests: tuple[str, ...]
     delay: str
     limit: float
     mutation: Mutation | None
 
     def steps(self) -> Generator[Run, Result, str]:
         """Runs whose results it wants; returns what is wrong, nothing if all is as it has to be."""
-        places, variables = places_of(self.test), {"SIM_DELAY": self.delay} if self.delay else {}
+        places = [place for test in self.tests for place in places_of(test)]
+        variables = {"SIM_DELAY": self.delay} if self.delay else {}
         try:
             with copy_of_source(self.mutation) as folder:
                 # First what make test does of it; if that passes, all.
@@ -196,36 +201,39 @@ class Trial(NamedTuple):
             return f"has a mutation of another source: {error}"
         has_passed = result.code in (_PASSED, _NOTHING_FOUND)
         if self.mutation is None:
-            return "" if has_passed else f"fails in the source as it is:\n{result.output}"
+            return "" if has_passed else f"fail in the source as it is:\n{result.output}"
         if result.code in _NOT_RUN:
             return f"could not be run:\n{result.output}"
         # The process itself may have ended, of a signal.
         return "passes all the same" if has_passed else ""
 
     def __str__(self) -> str:
-        return f"{self.mutation.path if self.mutation else 'unchanged'}: {self.test}"
+        if self.mutation is None:
+            return f"unchanged: {len(self.tests)} tests"
+        return f"{self.mutation.path}: {self.mutation.test}"
 
 
 class Outcomes(NamedTuple):
-    """How many trials have gone wrong, and how many seconds the tests of all took."""
+    """How many trials have gone wrong, and how many seconds each test took, by its node id."""
 
     num_wrong: int
-    seconds: Mapping[tuple[str, str], float]
+    seconds: Counter[str]
 
 
 def tried(trials: Sequence[Trial], num_jobs: int) -> Outcomes:
     """Carry out trials, several at once."""
     waiting = deque((trial, trial.steps()) for trial in trials)
     running: list[tuple[Trial, Generator[Run, Result, str], Run]] = []
-    wrong, times = 0, Counter[tuple[str, str]]()
+    wrong, seconds = 0, Counter[str]()
 
     def go_on(trial: Trial, steps: Generator[Run, Result, str], result: Result | None) -> None:
         nonlocal wrong
-        times[trial.test, trial.delay] += result.seconds if result else 0
+        for took, node in _TOOK.findall(result.output if result else ""):
+            seconds[node.partition("[")[0]] += float(took)
         try:
             running.append((trial, steps, steps.send(result)))
         except StopIteration as end:
-            as_it_has_to = "fails, as it has to" if trial.mutation else "passes"
+            as_it_has_to = "fails, as it has to" if trial.mutation else "pass"
             print(f"{trial} {end.value or as_it_has_to}", flush=True)
             wrong += bool(end.value)
 
@@ -238,7 +246,7 @@ def tried(trials: Sequence[Trial], num_jobs: int) -> Outcomes:
                 running.remove(each)
                 go_on(trial, steps, result)
         time.sleep(0.01)
-    return Outcomes(wrong, times)
+    return Outcomes(wrong, seconds)
 
 
 def unnamed() -> int:
@@ -260,13 +268,22 @@ def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> int:
     assert "lockstep" not in sys.modules
     gc.collect()
     gc.freeze()
-    tests = dict.fromkeys((one.test, one.delay) for one in mutations)
-    wrong, seconds = tried([Trial(*test, _MOST_SECONDS, None) for test in tests], num_jobs)
+    unchanged = []
+    for delay in dict.fromkeys(one.delay for one in mutations):
+        tests = [*dict.fromkeys(one.test for one in mutations if one.delay == delay)]
+        parts = [tuple(tests[first::num_jobs]) for first in range(num_jobs)]
+        unchanged += [Trial(part, delay, _MOST_SECONDS, None) for part in parts if part]
+    wrong, seconds = tried(unchanged, num_jobs)
     if wrong:
         return wrong
-    limits = {test: max(_LEAST_SECONDS, _TIMES * taken) for test, taken in seconds.items()}
-    trials = [Trial(m.test, m.delay, limits[m.test, m.delay], m) for m in mutations]
-    return tried(trials, num_jobs).num_wrong
+    return tried([_trial_of(one, seconds) for one in mutations], num_jobs).num_wrong
+
+
+def _trial_of(mutation: Mutation, seconds: Mapping[str, float]) -> Trial:
+    places = places_of(mutation.test)
+    taken = sum(took for node, took in seconds.items() if node.startswith(places))
+    limit = max(_LEAST_SECONDS, _TIMES * taken)
+    return Trial((mutation.test,), mutation.delay, limit, mutation)
 
 
 def on_simulated_devices(arguments: Sequence[str]) -> int:

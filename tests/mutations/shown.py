@@ -144,7 +144,7 @@ SHOWN = [
         "if True:",
     ),
     mutation(
-        "test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one",
+        "test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step",
         "comm/shared_buffers.py",
         "if awaited is not None and self._group.generation is awaited[1]:",
         "if False:",

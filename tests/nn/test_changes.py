@@ -327,13 +327,16 @@ def take_step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimize
 
 
 @BOTH
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside a model"])
 @pytest.mark.parametrize("is_new", [True, False], ids=["new optimizer", "old optimizer"])
 @pytest.mark.parametrize("change", [replace_parameters, replace_modules, add_in_place, overwrite])
 def test_what_is_put_in_behind_torchs_back_is_never_trained_apart(
-    change: Callable, is_new: bool, parallel: Callable
+    change: Callable, is_new: bool, is_alone: bool, parallel: Callable
 ) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = net()
+        model, other = net(), net()
+        if not is_alone:
+            parallel(other, group)
         trained, x = parallel(model, group), parts(2)[rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for time in range(4):
@@ -353,14 +356,17 @@ def test_what_is_put_in_behind_torchs_back_is_never_trained_apart(
 
 
 @BOTH
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside a model"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_parameters_that_one_rank_puts_in_behind_torchs_back_are_named_on_all(
-    backend: Backend, parallel: Callable
+    backend: Backend, is_alone: bool, parallel: Callable
 ) -> None:
     """The other rank waits in a backward, of which no hook tells this one."""
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
-        model = net()
+        model, other = net(), net()
+        if not is_alone:
+            parallel(other, group)
         trained, x = parallel(model, group), parts(2)[rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         take_step(trained, x, optimizer)

@@ -128,8 +128,8 @@ class SharedBuffers:
     def leave(self) -> None:
         """Let the other ranks pass the barrier, although an error keeps this one from it.
 
-        Shown by test_an_error_in_one_model_keeps_no_rank_waiting_in_another_one. Not after a
-        mismatch, after which no rank comes to it: see Note [Mismatches] in comm/work.py. Shown by
+        Shown by test_an_error_before_the_barrier_of_a_backward_leaves_the_ranks_in_step. Not after
+        a mismatch, after which no rank comes to it: see Note [Mismatches] in comm/work.py. Shown by
         test_a_mismatch_in_one_model_leaves_no_barrier_of_another_one_to_come.
         """
         awaited, self._awaited = self._awaited, None

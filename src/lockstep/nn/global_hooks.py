@@ -210,11 +210,10 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
         if engine.is_syncing and engine.num_backwards == engine.stepped.num_backwards:
             new = {*map(id, engine.put_behind().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
-                if engine.is_stale:  # which torch has told; a backward would refresh it
-                    finish_failed(engine.process_group)
-                    engine.take_put_behind()
-                else:
+                if not engine.is_stale:  # then a backward would refresh it
                     backward_sync_of(engine.process_group).take_part(engine)
+                finish_failed(engine.process_group)
+                engine.take_put_behind()
 
 
 def _refuse_scaled_rows(
