@@ -42,6 +42,24 @@ def refusal(bench: Bench, *arguments: object) -> str:
         (["--nnodes", "2", "good.py"], ["--rdzv-endpoint"]),
         (["--nnodes", "2", "--rdzv-endpoint", "nowhere", "good.py"], ["nowhere", "HOST:PORT"]),
         (["--nnodes", "2", "--rdzv-endpoint", "a:b", "good.py"], ["a:b", "HOST:PORT"]),
+        *(
+            (["--nnodes", "2", "--rdzv-endpoint", endpoint, "good.py"], ["HOST:PORT"])
+            for endpoint in (
+                "fd88::1",
+                "[fd88::1:29500",
+                "[first]:29500",
+                "[]:29500",
+                "x[/nope]:29500",
+                "http://first:29500",
+                "first\nsecond:29500",
+                "a b:29500",
+                "..:29500",
+                f"{'x' * 64}:29500",
+                "first:\uff12\uff19",
+                "first:0",
+                f"first:{'1' * 5000}",
+            )
+        ),
         (
             ["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "127.0.0.1:1", "good.py"],
             ["--node-rank", "2"],

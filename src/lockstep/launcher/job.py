@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ _DEFAULT_NUM_RANKS = 2
 _MOST_RANKS = _MOST_THREADS = 4096
 _MOST = 1_000_000
 _MOST_SCRIPT_BYTES = 1 << 26
+# Of a host, or its address of IPv4.
+_NAME = re.compile(r"(?=.{1,253}$)(?:[\w-]{1,63}\.)*[\w-]{1,63}\.?")
 # What schedulers may be asked to send; others mean something else, or can't be handled.
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -272,17 +276,30 @@ def _meeting(
             f"--node-rank {host} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
             f"to {num_hosts - 1}."
         )
-    address, _, port = rdzv_endpoint.rpartition(":")
-    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise BadLaunch(
-            f"--rdzv-endpoint {rdzv_endpoint} isn't of the form HOST:PORT, as in first-host:29500."
-        )
+    address, port = _parts_of(rdzv_endpoint)
     if address.isdecimal():
         raise BadLaunch(
             f"--rdzv-endpoint {rdzv_endpoint} names a host by a number, which is looked up nowhere "
             "but taken for an address of IPv4. Give the host's address."
         )
-    return Meeting(num_hosts, host, address.strip("[]"), int(port), rdzv_id, seconds, silence)
+    return Meeting(num_hosts, host, address, port, rdzv_id, seconds, silence)
+
+
+def _parts_of(endpoint: str) -> tuple[str, int]:
+    """Return the host of an endpoint, without brackets, and its port."""
+    host, _, port = endpoint.rpartition(":")
+    is_in_brackets = host.startswith("[") and host.endswith("]")
+    address = host[1:-1] if is_in_brackets else host
+    is_ipv6 = False
+    with contextlib.suppress(ValueError):
+        is_ipv6 = bool(ipaddress.IPv6Address(address)) and address.isprintable()
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+    if not is_port or not (is_ipv6 or (_NAME.fullmatch(address) and not is_in_brackets)):
+        raise BadLaunch(
+            f"--rdzv-endpoint {endpoint} isn't of the form HOST:PORT, as in first-host:29500 or "
+            "[fd00::1]:29500."
+        )
+    return address, int(port)
 
 
 def whole_number(

@@ -25,6 +25,7 @@ from lockstep.comm import uncompiled
 from lockstep.errors import MissingExtra
 from lockstep.folders import new_text, open_named
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
+from lockstep.printable import printable
 from lockstep.status import in_a_second, in_time
 from lockstep.world import this_rank
 
@@ -292,7 +293,7 @@ class _Logger:
 
     def _print(self, step: int, now: float) -> None:
         words = [f"step {step:,}" + (f"/{self._total:,}" if self._total else "")]
-        words += [f"{name} {value:.4g}" for name, value in self._unprinted.items()]
+        words += [f"{printable(name)} {value:.4g}" for name, value in self._unprinted.items()]
         if self._printed is not None and step > self._printed[1]:
             then, former = self._printed
             rate = (step - former) / (now - then)

@@ -66,7 +66,10 @@ def resolved(host: str, port: int) -> dict[str, tuple[socket.AddressFamily, Any]
     Raises:
         OSError: If the name isn't known.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{host!r} can't be the name of a host ({error})") from error
     return {
         socket.getnameinfo(where, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]: (family, where)
         for family, *_, where in found
