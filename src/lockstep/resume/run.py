@@ -171,13 +171,13 @@ class Steps(Generic[T]):
         progress = self._progress
         while progress.num_done < self._num_steps:
             self._pace.begin_step()
+            if spans.status is not None:
+                spans.status.begin_step((self._base or 0) + progress.num_done)
             if self._batches.is_foreign:
                 self._seed(progress.num_done)
             if (batch := self._batches.next()) is None:
                 break
             self.step = progress.num_done
-            if spans.status is not None:
-                spans.status.begin_step((self._base or 0) + self.step)
             self._seed(self.step)
             self._accumulation.begin_step()
             self._is_in_step = True
