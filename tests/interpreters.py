@@ -306,13 +306,13 @@ def _become(*received: int) -> object:
             _close_on_exec()
 
 
-_own_execve = os.execve
+_original_execve = os.execve
 
 
 def _execve(path: str, argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     if path == sys.executable and _can_be_forked(argv):
         raise _Replaced(argv, environment)
-    _own_execve(path, argv, environment)
+    _original_execve(path, argv, environment)
 
 
 def _set_descriptors(sources: Mapping[int, int]) -> None:

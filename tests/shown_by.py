@@ -43,6 +43,12 @@ _MOST_SECONDS, _TIMES, _LEAST_SECONDS = 300, 4, 15
 _TOOK = re.compile(r"^took ([\d.]+) s: (.+)$", re.MULTILINE)
 # Of pytest: all passed, one failed, one could not be collected, options are wrong, none was found.
 _PASSED, _FAILED, _NOT_RUN, _NOTHING_FOUND = 0, 1, (2, 3, 4), 5
+# What all runs need, for an optimizer's first step (dynamo), the tests and pytest: to import it
+# takes three quarters of the time of most runs.
+_IMPORTED = (
+    *("torch", "torch._dynamo", "numpy", "psutil", "pytest", "hypothesis", "hypothesis.strategies"),
+    *("_hypothesis_pytestplugin", "pytest_timeout", "xdist.plugin", "xdist.looponfail"),
+)
 # torch imports lockstep, unless this is 0.
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -158,7 +164,9 @@ def _pytest(folder: Path, arguments: Sequence[str]) -> int:
 
         set_delay(delay)
         arguments = ["-p", "tests.simulated.plugin", *arguments]
-    return pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[_EndsAtAFailure()])
+    # pytest can't rewrite assertions of plugins that are imported already.
+    options = ["-q", "-p", "no:cacheprovider", "--assert=plain"]
+    return pytest.main([*options, *arguments], plugins=[_EndsAtAFailure()])
 
 
 class _EndsAtAFailure:
@@ -262,8 +270,7 @@ def unnamed() -> int:
 def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> int:
     """Try the mutations in forks of this process; return how many are to be mended."""
     os.environ[_AUTOLOAD] = "0"
-    # By the first step of an optimizer, and by the tests.
-    for name in ("torch", "torch._dynamo", "numpy", "psutil", "pytest"):
+    for name in _IMPORTED:
         importlib.import_module(name)
     assert "lockstep" not in sys.modules
     gc.collect()

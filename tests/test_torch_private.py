@@ -127,7 +127,7 @@ def test_attribute_is_there(owner: str, name: str) -> None:
 
 
 @functools.cache
-def own_names() -> set[str]:
+def defined_names() -> set[str]:
     """Names that lockstep gives to something itself."""
     names = set()
     for path in PATHS:
@@ -177,7 +177,7 @@ def test_other_files_use_what_is_listed(path: Path) -> None:
             name = text = str(node.value)
         else:
             continue
-        is_torchs = text.split(".")[0] in known or name not in own_names()
+        is_torchs = text.split(".")[0] in known or name not in defined_names()
         if is_torchs and name not in LISTED | OF_OTHERS:
             found.add(f"{text} (line {node.lineno})")
     assert not found, "Import it from lockstep.torch_private, or add it to its ATTRIBUTES."
@@ -209,7 +209,7 @@ def test_what_overrides_a_private_name_is_listed() -> None:
         found |= {
             f"{owner.__name__}.{name}"
             for name in vars(owner)
-            if is_private(name) and name in own_names() - LISTED
+            if is_private(name) and name in defined_names() - LISTED
             if any(hasattr(base, name) for base in torchs)
         }
     assert not found

@@ -79,8 +79,8 @@ def classes_of(package: str) -> dict[str, type[Optimizer]]:
     found: dict[str, type[Optimizer]] = {}
     for name, kind in vars(module).items():
         is_kind = inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
-        is_own = is_kind and kind.__module__.startswith("torch.") == (package == "torch")
-        if is_own and not name.startswith("_"):
+        is_of_package = is_kind and kind.__module__.startswith("torch.") == (package == "torch")
+        if is_of_package and not name.startswith("_"):
             found.setdefault(kind.__name__, kind)
     return found
 

@@ -215,10 +215,10 @@ def test_what_cannot_be_told_is_refused(make: Callable[[int, int], Any]) -> None
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(("make", "is_own"), [(OfARank, True), (Once, True), (Named, False)])
-def test_it_can_be_said(make: Callable[[int, int], Any], is_own: bool) -> None:
+@pytest.mark.parametrize(("make", "is_said"), [(OfARank, True), (Once, True), (Named, False)])
+def test_it_can_be_said(make: Callable[[int, int], Any], is_said: bool) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> list[int]:
-        loader = lockstep.DataLoader(make(rank, 2), 5, self_sharding=is_own, process_group=group)
+        loader = lockstep.DataLoader(make(rank, 2), 5, self_sharding=is_said, process_group=group)
         return [number for batch in loader for number in batch.tolist()]
 
     assert sorted(itertools.chain(*run_ranks(2, body))) == [*range(LENGTH)]

@@ -42,7 +42,7 @@ def oracle() -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-def own_rows(rank: int) -> slice:
+def rows_of(rank: int) -> slice:
     return slice(0, 3) if rank == 0 else slice(3, 20)
 
 
@@ -65,13 +65,13 @@ def mean_of_uneven_parts(world: lockstep.World) -> list[torch.Tensor]:
     model = lockstep.parallelize(classifier().to(GPU))
     for _ in range(3):
         model.zero_grad()
-        lockstep.mean(losses_of(model, own_rows(world.rank))).backward()
+        lockstep.mean(losses_of(model, rows_of(world.rank))).backward()
     return gradients_of(model)
 
 
 def micro_batches(world: lockstep.World) -> list[torch.Tensor]:
     model = lockstep.DistributedDataParallel(classifier().to(GPU))
-    local = range(20)[own_rows(world.rank)]
+    local = range(20)[rows_of(world.rank)]
     for rows in (range(5), range(5, 6), range(6, 20)):
         is_last = rows.stop == 20
         with contextlib.nullcontext() if is_last else lockstep.accumulate(model):
@@ -98,7 +98,7 @@ def with_hook(world: lockstep.World, name: str) -> list[list[torch.Tensor]]:
         else:
             model.register_comm_hook(None, getattr(default_hooks, name))
         x, y = samples()
-        rows = own_rows(world.rank)
+        rows = rows_of(world.rank)
         for _ in range(3):
             model.zero_grad()
             F.cross_entropy(
@@ -160,7 +160,7 @@ def normalised(world: lockstep.World) -> list[torch.Tensor]:
     with wrapped.join():
         for _ in range(1 + world.rank):
             wrapped.zero_grad()
-            lockstep.mean(losses_of(wrapped, own_rows(world.rank))).backward()
+            lockstep.mean(losses_of(wrapped, rows_of(world.rank))).backward()
     return gradients_of(model)
 
 
@@ -174,7 +174,7 @@ def in_low_precision(world: lockstep.World) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cuda")
     x, y = samples()
-    rows = own_rows(world.rank)
+    rows = rows_of(world.rank)
     for _ in range(5):
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.float16):
@@ -198,7 +198,7 @@ def moved(world: lockstep.World) -> bool:
     model.to(GPU)
     copied = copy.deepcopy(model)
     for one in (model, copied):
-        lockstep.mean(losses_of(one, own_rows(world.rank))).backward()
+        lockstep.mean(losses_of(one, rows_of(world.rank))).backward()
     theirs = [torch.empty_like(model.module[0].weight.grad) for _ in range(2)]
     dist.all_gather(theirs, model.module[0].weight.grad)
     return torch.equal(*theirs)

@@ -30,7 +30,7 @@ def data(rank: int) -> torch.Tensor:
     return parts(2)[rank].float()
 
 
-def own_gradients(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def gradients_alone(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """One rank's gradients, computed on a model that is in ``dtype`` altogether."""
     model = single().to(dtype)
     model(data(rank).to(dtype), 1).float().square().mean().backward()
@@ -38,7 +38,7 @@ def own_gradients(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def mean_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [(one + other) / 2 for one, other in zip(*(own_gradients(r, dtype) for r in (0, 1)))]  # noqa: B905
+    return [(one + other) / 2 for one, other in zip(*(gradients_alone(r, dtype) for r in (0, 1)))]  # noqa: B905
 
 
 def wrapped(group: dist.ProcessGroup, *dtypes: torch.dtype | None, **options: Any) -> nn.Module:
@@ -230,7 +230,9 @@ def test_gradients_are_added_up_before_they_travel() -> None:
         model = wrapped(group, torch.bfloat16, torch.float32)
         with model.no_sync():
             first = [g.clone() for g in backward(model, rank)]
-        torch.testing.assert_close(first, own_gradients(rank, torch.bfloat16), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            first, gradients_alone(rank, torch.bfloat16), rtol=1e-6, atol=1e-7
+        )
         both = backward(model, rank)
         expected = [2 * g for g in mean_gradients(torch.bfloat16)]
         torch.testing.assert_close(both, expected, rtol=1e-6, atol=1e-7)

@@ -119,10 +119,10 @@ def trace_of(
         at = [took[-1] for took in launches]  # where each rank is
         free = 0.0
         for number, size in enumerate(sizes):
-            own_launches = [took[number] for took in launches]
-            start = max(free, *(own_launches if network.in_background else at))
+            local_launches = [took[number] for took in launches]
+            start = max(free, *(local_launches if network.in_background else at))
             free = start + network.all_reduce_seconds(size, num_ranks)
-            for rank, launched in enumerate(own_launches):
+            for rank, launched in enumerate(local_launches):
                 stop = max(at[rank], free)
                 spans[rank].append(span("wait", at[rank], stop, step, "all_reduce", size))
                 times = (round(1e9 * each) for each in (launched, launched, stop))

@@ -291,26 +291,26 @@ def test_machines_whose_last_bits_may_differ_are_not_compared(monkeypatch: Any) 
 class Elsewhere(Plain):
     """It keeps momentum in attributes of the parameters, or in an object of its own."""
 
-    is_own = False
+    in_optimizer = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         kept_in: dict[Any, Any] = {}
-        if self.is_own:
+        if self.in_optimizer:
             kept_in = vars(self).setdefault("kept_in", SimpleNamespace(buffers={})).buffers
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                kept = kept_in.setdefault(parameter, {}) if self.is_own else vars(parameter)
+                kept = kept_in.setdefault(parameter, {}) if self.in_optimizer else vars(parameter)
                 buffer = kept.setdefault("buffer", torch.zeros_like(parameter))
                 parameter.sub_(buffer.mul_(0.9).add_(parameter.grad), alpha=1e-3)
 
 
-@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("in_optimizer", [True, False])
 @pytest.mark.parametrize("way", ["loads", "changes", "adds"])
 def test_values_kept_elsewhere_are_not_compared_after_a_loss(
-    way: str, is_own: bool, monkeypatch: Any
+    way: str, in_optimizer: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(Elsewhere, "is_own", is_own)
+    monkeypatch.setattr(Elsewhere, "in_optimizer", in_optimizer)
 
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(Digits(), process_group=group)
@@ -331,7 +331,7 @@ def test_values_kept_elsewhere_are_not_compared_after_a_loss(
                 optimizer.load_state_dict(optimizer.state_dict())
         for pair in pairs_of(optimizer):
             is_more = pair.parameter is getattr(model, "more", None)
-            assert pair.is_followed == (is_more and not is_own)
+            assert pair.is_followed == (is_more and not in_optimizer)
 
     run_ranks(2, body)
 

@@ -110,11 +110,11 @@ def test_the_file_of_a_store_is_kept_open_once_though_several_threads_open_it(
 
     def open_both(*args: object) -> int:
         both_open.wait(20)
-        opened.append(descriptor := own_open(*args))
+        opened.append(descriptor := original_open(*args))
         both_open.wait(20)
         return descriptor
 
-    own_open = os.open
+    original_open = os.open
     monkeypatch.setattr(rendezvous, "_open_files", kept := dict[str, int]())
     monkeypatch.setattr(rendezvous.os, "open", open_both)
     threads = [threading.Thread(target=rendezvous._open_file, args=(str(path),)) for _ in range(2)]

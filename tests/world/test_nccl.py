@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import BackendUnavailable
 from lockstep.world.nccl import check_nccl_interfaces
 
-OWN = {
+LOCAL = {
     "127.0.0.1": "lo",
     "10.0.0.5": "eth0",
     "10.0.1.5": "eth10",
@@ -43,7 +43,7 @@ def test_interfaces_are_those_of_nccls_rules(
 ) -> None:
     environ = {"NCCL_SOCKET_IFNAME": given, "NCCL_SOCKET_FAMILY": family}
     with caplog.at_level(logging.INFO, logger="lockstep"):
-        assert check_nccl_interfaces(environ, OWN) == found
+        assert check_nccl_interfaces(environ, LOCAL) == found
     assert (f"NCCL listens on {' or '.join(found)}" in caplog.text) == bool(found)
 
 
@@ -63,7 +63,7 @@ def test_what_fits_no_interface_is_refused_with_those_that_there_are(
 ) -> None:
     environ = {"NCCL_SOCKET_IFNAME": given, "NCCL_SOCKET_FAMILY": family}
     with pytest.raises(BackendUnavailable) as raised:
-        check_nccl_interfaces(environ, OWN)
+        check_nccl_interfaces(environ, LOCAL)
     said = str(raised.value)
     assert f"NCCL_SOCKET_IFNAME={given} leaves NCCL no network interface" in said
     assert socket.gethostname() in said

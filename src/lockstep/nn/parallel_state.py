@@ -32,7 +32,7 @@ from lockstep.nn.renormed import refusal_of_tables
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper
 from lockstep.torch_private import _execution_engine
-from lockstep.world import begin_own_noise, seed_of_run
+from lockstep.world import begin_local_noise, seed_of_run
 
 _log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ def attach(
         )
     new_engines: list[Engine] = []
     if group is not None:
-        begin_own_noise()
+        begin_local_noise()
         engine = backward_sync_of(group).new_engine(module, options, inner, is_copy=is_copy)
         if engine.parameters:
             new_engines.append(engine)

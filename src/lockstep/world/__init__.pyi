@@ -32,7 +32,7 @@ from .network import reached as reached
 from .network import resolved as resolved
 from .rendezvous import first_line as first_line
 from .rendezvous import use_store_of_run as use_store_of_run
-from .seeds import begin_own_noise as begin_own_noise
+from .seeds import begin_local_noise as begin_local_noise
 from .seeds import is_thread as is_thread
 from .seeds import seed_of_run as seed_of_run
 from .seeds import set_seed_of_run as set_seed_of_run

@@ -13,7 +13,7 @@ def is_thread() -> bool:
 
 
 def set_seed_of_run(number: int, begin_noise: Callable[[], None] | None) -> None:
-    """Remember the seed; :func:`begin_own_noise` is to call ``begin_noise``."""
+    """Remember the seed; :func:`begin_local_noise` is to call ``begin_noise``."""
     state = rank_state()
     state.seed, state.begin_noise = number, begin_noise
 
@@ -23,7 +23,7 @@ def seed_of_run() -> int | None:
     return rank_state().seed
 
 
-def begin_own_noise() -> None:
+def begin_local_noise() -> None:
     """Let this rank draw other random numbers than the others, if the run has a seed.
 
     ``parallelize()`` calls it when all ranks have the same model; the first time after each
