@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -102,3 +104,99 @@ def test_resumed_steps(start: list[str], num_ranks: int) -> None:
     )
     assert "3 restarts; parameters " in found
     assert found.split()[-1] == expected.split()[-1]
+
+
+def printed_by(output: str) -> list[str]:
+    """What rank 0 has printed."""
+    lines = [line.removeprefix("[rank 0] ") for line in output.splitlines()]
+    return [line for line in lines if line and not line.startswith("[")]
+
+
+def shown_in_docstring(program: str) -> list[str]:
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / program).read_text())) or ""
+    return [line.strip() for line in docstring.partition("prints::")[2].splitlines() if line]
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    """Another processor rounds in another way, and its best epoch may be another one."""
+    return [re.sub(r"[\d.]+", "#", line).removesuffix(", the best so far") for line in lines]
+
+
+def numbers_in(lines: list[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
+@pytest.mark.parametrize(
+    ("program", "tolerance"),
+    [
+        pytest.param("image_classifier.py", 25, id="image classifier"),  # of a percentage, too
+        pytest.param("small_gpt.py", 0.5, id="GPT", marks=pytest.mark.long),
+        pytest.param("recommender.py", 0.2, id="recommender", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_print_what_the_docstring_shows(program: str, tolerance: float) -> None:
+    lines, shown = printed_by(output_of(TWO_RANKS, program)), shown_in_docstring(program)
+    assert len(shown) >= 4
+    assert without_numbers(lines) == without_numbers(shown)
+    assert numbers_in(lines) == pytest.approx(numbers_in(shown), abs=tolerance)
+
+
+@pytest.mark.long
+def test_recommender_prints_the_same_on_one_rank() -> None:
+    lines = printed_by(output_of(ONE_RANK, "recommender.py"))
+    assert numbers_in(lines) == pytest.approx(
+        numbers_in(printed_by(output_of(THREE_RANKS, "recommender.py"))), abs=2e-3
+    )
+
+
+@pytest.mark.long
+def test_image_classifier_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Here at its end, of which only the test of the best state is left."""
+    command = "image_classifier.py", "--folder", str(tmp_path / "run")
+    first = printed_by(output_of(TWO_RANKS, *command))
+    again = printed_by(output_of(TWO_RANKS, *command))
+    assert [line.startswith("epoch") for line in first] == [True, True, True, False]
+    assert again == first[-1:]
+
+
+# Instead of SLURM's: two hosts that are one.
+FAKE_SRUN = """#!/bin/bash
+"$@" & first=$!
+"$@"; second=$?
+wait $first && exit $second
+"""
+FAKE_SCONTROL = """#!/bin/bash
+case $1 in show) echo localhost;; requeue) touch requeued;; esac
+"""
+
+
+@pytest.mark.long
+def test_the_job_for_slurm_starts_two_hosts(tmp_path: Path) -> None:
+    for name, text in ("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "RANKS_PER_NODE": "1",
+    }
+    command = ["bash", str(EXAMPLES / "slurm_job.sh")]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert job.returncode == 0, job.stderr
+    assert len(re.findall("test accuracy", job.stdout)) == 1
+    assert (tmp_path / f"run-{os.getpid()}" / "best").is_dir()
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_examples_are_short_and_listed() -> None:
+    programs = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")]
+    assert len(programs) >= 11
+    features = (EXAMPLES.parent / "docs" / "features.md").read_text()
+    for path in programs:
+        assert len(path.read_text().splitlines()) < 150, path.name
+        assert f"`{path.name}`" in features, path.name
