@@ -17,9 +17,10 @@ from tests.faults.plan import NETWORKS, Run
 from tests.faults.trial import Trial, shared_memory, undisturbed
 
 KILLS_OF_A_RUN = 5
-EPOCHS, STEP_SECONDS = 10, 0.02
-_BOUND_SECONDS = 60.0
-_MOST_SECONDS = 0.9  # between two kills
+EPOCHS, STEP_SECONDS = 40, 0.02
+_BOUND_SECONDS = 90.0
+# Between two kills: so that the second hits a start, and so that steps come before.
+_SECONDS_BETWEEN = ((0.0, 0.9), (1.0, 3.0))
 _RESTARTS = 30
 
 
@@ -79,7 +80,7 @@ def _kill_ranks(process: subprocess.Popen[bytes], draw: random.Random) -> list[f
     """Kill ranks at random moments, also those that haven't begun; return when."""
     times: list[float] = []
     while process.poll() is None and len(times) < KILLS_OF_A_RUN:
-        time.sleep(draw.uniform(0.0, _MOST_SECONDS))
+        time.sleep(draw.uniform(*draw.choice(_SECONDS_BETWEEN)))
         if ranks := _ranks(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(ranks), signal.SIGKILL)
