@@ -67,6 +67,7 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	for n in 1 2 4; do $(BIN)/lockstep run -n $$n -m benchmarks.checkpoint; done
 	$(BIN)/lockstep run -n 2 -m benchmarks.loader
 	$(BIN)/lockstep run -n 2 -m benchmarks.trace
+	$(BIN)/lockstep run -n 2 --restarts 1 -m benchmarks.snapshots
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.restarts

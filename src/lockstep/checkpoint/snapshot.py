@@ -39,6 +39,7 @@ class Plan:
         placed: The tensors' elements, in the order of their places.
         late: Those of them that change in an optimizer's step alone, so that they may be copied
             while the next forward and backward run.
+        late_bytes: The size of these.
         num_bytes: The size of all.
         layout: What is where, as JSON has it.
     """
@@ -63,6 +64,7 @@ class Plan:
         self.layout = {"things": trees, "tensors": tensors, "parts": parts}
         late = _changed_by_steps(things)
         self.late = [each for each in self.placed if _storage(each.elements) in late]
+        self.late_bytes = sum(each.elements.nbytes for each in self.late)
 
 
 class Live:

@@ -141,6 +141,10 @@ class SnapshotMemory:
         if os.fstat(self._descriptors[slot]).st_size:
             os.pwrite(self._descriptors[slot], bytes(_PREFIX.size), 0)
 
+    def capacity(self, slot: int) -> int:
+        """Return how many bytes a slot has already behind its header."""
+        return max(0, os.fstat(self._descriptors[slot]).st_size - HEADER_BYTES)
+
     def room(self, slot: int, num_bytes: int) -> memoryview:
         """Return the memory of a slot behind its header, at least so large, to be written.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -77,15 +76,16 @@ class Pace:
         return Agreed(*map(bool, most[:-2]), *most[-2:])
 
     def _step(self) -> float:
-        return max(1e-6, statistics.median(self._step_seconds)) if self._step_seconds else 1.0
+        # The least here too: other load prolongs some steps, and all else that is measured.
+        return max(1e-6, min(self._step_seconds)) if self._step_seconds else 1.0
 
     def _next_snapshot(self) -> int:
         if self._snapshot_every is not None:
             return self._snapshot_every
         if len(self._step_seconds) < _WARM_UP_STEPS or not self._snapshot_seconds:
             return 1
-        # The least: the first ones take memory.
-        seconds = min(self._snapshot_seconds)
+        # The least: the first ones take memory. Before each the ranks tell each other of it.
+        seconds = min(self._snapshot_seconds) + min(self._exchange_seconds, default=0.0)
         return max(1, math.ceil(seconds / (_SNAPSHOT_PART * self._step())))
 
     def _next_exchange(self) -> int:

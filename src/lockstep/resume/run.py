@@ -24,7 +24,7 @@ from lockstep.resume.checkpoints import Checkpoints
 from lockstep.resume.newest import key_of, load_newest
 from lockstep.resume.pace import Agreed, Pace
 from lockstep.resume.progress import Progress
-from lockstep.resume.seeds import seed_step
+from lockstep.resume.seeds import Seeds, seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
 from lockstep.world import alike_failures_of, restarts_of
@@ -63,6 +63,7 @@ class Steps(Generic[T]):
         self._checkpoints, self._pace = checkpoints, pace
         self._progress = Progress(batches, things)
         self._accumulation = Accumulation(things, tells=ranks.rank == 0)
+        self._seeds = Seeds()
         self._loops = context_of(ranks.group).get(_Loops)
         self.restarts, descriptors = restarts_of(os.environ)
         memory = SnapshotMemory.inherited(descriptors) if descriptors else None
@@ -188,7 +189,7 @@ class Steps(Generic[T]):
         self._finish()
 
     def _seed(self, step: int) -> None:
-        seed_step(self._progress.seed, step, self._ranks.rank)
+        seed_step(self._progress.seed, step, self._ranks.rank, self._seeds)
 
     def _end_step(self, signals: StopSignals) -> None:
         """Take the state for that after the step; save it if that is due. On all ranks alike."""

@@ -145,9 +145,8 @@ class Snapshots:
         with torch.no_grad():
             for _, offset, elements in changing.placed:
                 _target(tensors, offset, elements).copy_(elements)
-        late_bytes = sum(each.elements.nbytes for each in live.late)
         self._copy(slot, live, tensors, memory, late=False)
-        if late_bytes >= _THREAD_BYTES and not self._copies_at_once:
+        if live.late_bytes >= _THREAD_BYTES and not self._copies_at_once:
             self._versions = _versions(self._sources[1])
             self._thread = threading.Thread(
                 target=self._finish, args=(slot, live, tensors, memory, header), daemon=True
@@ -161,8 +160,7 @@ class Snapshots:
         return seconds + time.perf_counter() - start
 
     def _room(self, slot: int, num_bytes: int) -> memoryview:
-        header = self._memory.header(slot)
-        if header is None or header.num_bytes < num_bytes:
+        if self._memory.capacity(slot) < num_bytes:  # a look at limits takes milliseconds
             try:
                 check_room(num_bytes)
             except SharedMemoryFull as error:
@@ -260,7 +258,10 @@ class Snapshots:
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
     """Return how often each was changed in place."""
-    return [0 if each.is_inference() else each._version for each in tensors]
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:  # tensors made in inference mode don't count
+        return []
 
 
 def _target(tensors: torch.Tensor, offset: int, elements: torch.Tensor) -> torch.Tensor:
