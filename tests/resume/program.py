@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "width": 16,
     "steps": {},
     "numbers": 0,
+    "unsteady": False,
     "thread_bytes": snapshots._THREAD_BYTES,
 }
 
@@ -142,7 +143,10 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         if options["numbers"]:
             rows = slice(batch * 2, batch * 2 + 5)
             batch = x[rows], data.tensors[1][rows]
-        scaled = things["scaler"].scale(loss_of(things, *batch))
+        loss = loss_of(things, *batch)
+        if options["unsteady"]:
+            loss = loss * (1 + steps.restarts)
+        scaled = things["scaler"].scale(loss)
         scaled.backward()
         fail(steps.step, world.rank, "update")
         things["scaler"].step(things["optimizer"])

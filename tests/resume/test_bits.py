@@ -53,8 +53,12 @@ def test_ranks_that_fail_go_on_from_the_last_snapshot(
     last = size - 1
     with Attempts(tmp_path, size) as attempts:
         for fault in ("SIGKILL:0:0:end", f"SIGKILL:4:{last}:update", "raise:8:0:forward"):
-            check_failed(attempts.run(fault, **options))
-        check(attempts.run(**options))
+            ended = attempts.run(fault, **options)
+            check_failed(ended)
+            assert "isn't reproducible" not in "".join(ended.errors)
+        ended = attempts.run(**options)
+        check(ended)
+        assert "isn't reproducible" not in "".join(ended.errors)
         found = attempts.results()
     assert bits(found) == bits(expected)
     first = steps_of(found)[0]
@@ -183,3 +187,22 @@ def test_snapshots_of_another_program_are_not_used(tmp_path: Path) -> None:
         check_failed(attempts.run("raise:5:0:forward", steps=EVERY_STEP))
         check(attempts.run(steps={"snapshot_every": 2}))  # another argument
         assert steps_of(attempts.results())[0] == 0
+
+
+@pytest.mark.parametrize("thread_bytes", [0, 10_000_000])
+def test_a_program_that_is_not_reproducible_is_told_so_once(
+    tmp_path: Path, thread_bytes: int
+) -> None:
+    options = {"thread_bytes": thread_bytes, "steps": {"snapshot_every": 3}}
+    for unsteady in (False, True):
+        (folder := tmp_path / str(unsteady)).mkdir()
+        with Attempts(folder, 2) as attempts:
+            check_failed(attempts.run("raise:6:1:forward", unsteady=unsteady, **options))
+            ended = attempts.run(unsteady=unsteady, **options)
+            check(ended)
+        # The last snapshot is that after step 4, and step 5 came to its end.
+        assert attempts.results()[0]["seen"][0][0] == 4
+        for errors in ended.errors:
+            found = "step 4 has given 'model.0.weight' other values than before" in errors
+            assert found == unsteady
+            assert errors.count("isn't reproducible") == unsteady

@@ -201,8 +201,25 @@ class Steps(Generic[T]):
             if self._is_best:
                 self._is_best = False
                 checkpoints.save_best(*self._state())
+        self._compare()
         if done >= self._next_meeting or self._saves:
             self._meet(signals)
+
+    def _compare(self) -> None:
+        """Warn, once, if a step that was repeated after a restart has given something else."""
+        if self._snapshots is None:
+            return
+        differing = self._snapshots.sample((self._base or 0) + self._progress.num_done)
+        if differing is not None:
+            _log.warning(
+                "The program isn't reproducible: step %s has given %r other values than before "
+                "the restart. So parameters at the end depend on where a run was ended. Something "
+                "that the step uses isn't among the things of steps(), such as a batch that was "
+                "fetched ahead, a variable, a clock, or a generator of random numbers; or an "
+                "operator adds up in another order each time.",
+                self.step,
+                differing,
+            )
 
     def _meet(self, signals: StopSignals) -> None:
         """Agree with the other ranks on what is due, and do it."""
