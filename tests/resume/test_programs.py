@@ -43,7 +43,7 @@ def run(program: str, *ends: str, path: Path | None = None, poison: int = -1) ->
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^restart .*", done.stderr, flags=re.M)
     steps = [re.search(r"failed in step (-?\d+)", line) for line in lines]
-    onwards = [re.search(r"all go on from step (\d+)", line) for line in lines]
+    onwards = [re.search(r"go on from (?:an older )?step (?:than )?(\d+)", line) for line in lines]
     return Done(
         sorted(re.findall(r"rank \d has \w+", done.stdout)),
         [int(step[1]) for step in steps if step],
