@@ -298,3 +298,13 @@ def test_the_loader_of_lockstep_gives_its_usual_batches() -> None:
     torch.manual_seed(8)
     loader = lockstep.DataLoader(DATA, 5, shuffle=True)
     assert [x.tolist() for (x,) in lockstep.steps(loader, epochs=1)] == usual
+
+
+def test_to_ask_for_the_end_of_an_epoch_draws_no_numbers_of_the_step() -> None:
+    def run(*, asks: bool) -> list[float]:
+        steps = lockstep.steps(Stateful(4, has_length=False), epochs=2, seed=3)
+        return [
+            float(torch.rand(())) for _ in steps if not asks or steps.is_last_of_epoch in (0, 1)
+        ]
+
+    assert run(asks=True) == run(asks=False)

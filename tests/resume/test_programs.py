@@ -95,3 +95,14 @@ def test_what_fails_alike_goes_on_from_an_older_state(
     found = run("phases", path=path, poison=poison)
     assert found.digests == expected.digests
     assert f"The run goes on from {from_what}" in found.errors
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+def test_a_program_with_two_loops_goes_on_in_the_second(tmp_path: Path, has_path: bool) -> None:
+    """Without folders it repeats the first one, whose snapshots are overwritten."""
+    expected = run("two_loops")
+    path = tmp_path / "run" if has_path else None
+    found = run("two_loops", "4:1:forward", "8:0:forward", "10:1:forward", path=path)
+    assert found.digests == expected.digests
+    assert found.failed_in == [4, 8, 10]
+    assert found.went_on_from == [4, 8, 10]
