@@ -76,10 +76,10 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_220,
-        "world": 2_710,
+        "world": 2_730,
         "grad": 2_950,
         "nn": 7_700,
-        "launcher": 5_500,
+        "launcher": 5_800,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

@@ -341,7 +341,11 @@ def _parser() -> argparse.ArgumentParser:
         "--rdzv-endpoint HOST:PORT", "Where the hosts meet: a free port of the first of them."
     )
     run.option("--rdzv-id ID", "Tells jobs that meet there apart; by default lockstep.")
-    run.option("--rdzv-timeout SECONDS", "How long hosts wait to meet; by default 300.")
+    run.option(
+        "--rdzv-timeout SECONDS",
+        "How long hosts wait to meet; by default 300. With --restarts also how long they wait for "
+        "a host that is gone, until 'lockstep run' is given there again.",
+    )
     run.option(
         "--host-timeout SECONDS",
         "For how long nothing is heard of a host before it counts as lost, and all ranks are "

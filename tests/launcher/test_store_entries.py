@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from lockstep.launcher import Outcome
 from lockstep.launcher.agreement import decoded, told_interruption
+from lockstep.launcher.restarts import Decision, Verdict
 from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import read_mutated
 
-FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no"]).encode()
+FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no", "no", False, None]).encode()
+DECISION = Decision(Verdict.RESTART, "restart 1: rank 0 of 2 failed").encoded().encode()
 INTERRUPTION = json.dumps([15, 12.5, 1]).encode()
 
 
@@ -42,12 +45,17 @@ def read_interruption(entry: bytes) -> None:
     assert 0 <= found.exit_status < 256
 
 
+def read_decision(entry: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(Decision.of(entry.decode(errors="replace")).words, str)
+
+
 @pytest.mark.parametrize(
     "num_mutations", [500, pytest.param(NUM_MUTATIONS, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize(
     ("read", "entry"),
-    [(read_failure, FAILURE), (read_interruption, INTERRUPTION)],
+    [(read_failure, FAILURE), (read_interruption, INTERRUPTION), (read_decision, DECISION)],
 )
 def test_any_entry_is_read_or_told_of(read: Any, entry: bytes, num_mutations: int) -> None:
     read_mutated(read, entry, num_mutations)

@@ -26,6 +26,7 @@ from socket import socket
 import torch.distributed as dist
 
 from lockstep.deadline import Deadline
+from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Outcome, first_failure
 from lockstep.printable import signal_name
 from lockstep.world import has_ended
@@ -246,7 +247,19 @@ class Agreement:
             self._store.add("left", 1)
             if self._number == 0:
                 self._leave_last(len(self._hosts) - len(lost))
+        # Ranks that have saved were asked to stop: that is no other cause.
+        saved = [each for each in found if each.exit_status == START_AGAIN]
+        if saved and all(each.rank is None and each.lost_host is None for each in found):
+            return saved[0]
         return first_failure(found) if found else outcome
+
+    def close(self) -> None:
+        """Close what the notices came through; the outcome is settled."""
+        for thread in self._threads:
+            thread.join(_LEAVE_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self.notice)
+            os.close(self._notifier)
 
     def _leave_last(self, num_hosts: int) -> None:
         """Wait until other hosts have left the store, which ends with this host."""
@@ -263,7 +276,9 @@ class Agreement:
     def _encoded(self, failure: Outcome) -> str:
         at_seconds = failure.at_seconds + self._offset()
         told = failure.exit_status, at_seconds, failure.lost_a_peer, failure.rank
-        return json.dumps([*told, failure.message or "the launcher of another host was ended."])
+        more = failure.reason, failure.is_of_start, failure.lost_host
+        message = failure.message or "the launcher of another host was ended."
+        return json.dumps([*told, message, *more])
 
     def _decoded(self, told: bytes) -> Outcome:
         failure = decoded(told)
@@ -325,6 +340,8 @@ class Agreement:
             "was killed or suspended, the machine restarted, or the network cut; then start the "
             "run anew on all hosts.",
             at_seconds=self._clock() - seconds,
+            lost_host=host,
+            reason=f"host {host} is lost",
         )
 
 
@@ -383,13 +400,17 @@ def _is_failure(outcome: Outcome) -> bool:
 def decoded(told: bytes) -> Outcome:
     """What a host has told of a failure."""
     try:
-        status, at_seconds, lost_a_peer, rank, message = json.loads(told)
+        status, at_seconds, lost_a_peer, rank, message, *more = json.loads(told)
+        reason, is_of_start, lost_host = more or ("", False, None)
         return Outcome(
             int(status),
             message=str(message),
             rank=None if rank is None else int(rank),
             at_seconds=float(at_seconds),
             lost_a_peer=bool(lost_a_peer),
+            reason=str(reason),
+            is_of_start=bool(is_of_start),
+            lost_host=None if lost_host is None else int(lost_host),
         )
     except (ValueError, TypeError, OverflowError, RecursionError):
         return Outcome(1, message="another host failed, and told nothing that can be read.")

@@ -16,7 +16,7 @@ from lockstep.launcher.last_snapshot import WrittenOut, with_last_snapshot, writ
 from lockstep.launcher.live import Live
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.rank_process import kill_ranks, none_ended
-from lockstep.launcher.restarts import Incident, Record, Verdict
+from lockstep.launcher.restarts import Decision, Incident, Record, Verdict
 from lockstep.launcher.snapshot_memory import SnapshotMemory, newest_step
 from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
@@ -74,14 +74,16 @@ class Attempts:
                 outcome = self._outcome(attempt, watch)
                 if watch.interrupted_by is not None and not watch.is_hurried:
                     return self._with_last_snapshot(outcome)
-                if outcome.rank is None or watch.interrupted_by or watch.are_running():
+                has_failed = outcome.rank is not None or outcome.lost_host is not None
+                if not has_failed or watch.interrupted_by or watch.are_running():
                     return outcome
-                incident = self._incident(outcome)
-                verdict = self._record.judge(incident)
+                if outcome.lost_host == 0:  # and so is the store where all would meet
+                    return outcome
+                verdict = self._decide(outcome)
                 if verdict is not Verdict.RESTART:
                     return _given_up(outcome, verdict)
-                number += 1
-                self._tell(outcome, incident, number)
+                assert self._host is not None
+                number = self._host.attempt + 1
         except Ended as error:
             return error.outcome
         except LaunchError as error:
@@ -101,6 +103,8 @@ class Attempts:
         if outcome.exit_status in (0, START_AGAIN) or step is None:
             return outcome
         written = WrittenOut(step)
+        if self._host is not None and self._host.world_size > len(self._snapshots):
+            return outcome  # the other hosts' ranks have the rest of the state
         if any(header.path for header in self._snapshots[0].headers().values()):
             self._say(_WRITING)
             written = write_out(self._descriptors, self._signals.take_ending)
@@ -125,13 +129,12 @@ class Attempts:
         self._status.clear()
         self._begun_at = self._newest()
         try:
-            host = Host(self._job, none_ended(attempt.ranks))
             if self._host is not None:
                 self._host.close()
-            self._host = host
-            self._add_variables(host, attempt.number)
+            self._host = host = Host(self._job, none_ended(attempt.ranks), self._host)
+            self._add_variables(host)
             self._signals.listen()
-            console = self._console_of(host, attempt.number)
+            console = self._console_of(host, host.attempt)
             watch = Watch(self._job, host, attempt.ranks, console, self._signals)
         except (LaunchError, Ended):
             self._drop(attempt)
@@ -148,13 +151,13 @@ class Attempts:
             self.console.begin_anew(files, live)
         return self.console
 
-    def _add_variables(self, host: Host, number: int) -> None:
+    def _add_variables(self, host: Host) -> None:
         """Tell the ranks how often they were started; the run's name for torchrun's stays."""
         self._run_id = self._run_id or host.environments[0]["TORCHELASTIC_RUN_ID"]
         for variables, snapshots in zip(host.environments, self._descriptors, strict=True):
             variables |= {
-                **restart_environment(number, snapshots, self._record.num_alike),
-                "TORCHELASTIC_RESTART_COUNT": str(number),
+                **restart_environment(host.attempt, snapshots, self._record.num_alike),
+                "TORCHELASTIC_RESTART_COUNT": str(host.attempt),
                 "TORCHELASTIC_MAX_RESTARTS": str(self._job.restarts),
                 "TORCHELASTIC_RUN_ID": self._run_id,
             }
@@ -177,6 +180,8 @@ class Attempts:
         return outcome
 
     def _may_follow(self) -> bool:
+        if self._job.meeting is not None:  # host 0 decides
+            return True
         return self._record.num_left > 0 or self._newest() != self._begun_at
 
     def _newest(self) -> int | None:
@@ -195,9 +200,29 @@ class Attempts:
             return state.num_begun - 1
         return (self._begun_at or 0) + state.num_steps
 
-    def _tell(self, outcome: Outcome, incident: Incident, number: int) -> None:
-        """Say why the ranks are started again, and from where they go on."""
+    def _decide(self, outcome: Outcome) -> Verdict:
+        """Return what host 0 decides, and say so if the ranks are started again."""
         assert self.console is not None
+        assert self._host is not None
+        incident = self._incident(outcome)
+        verdict = self._record.judge(incident)
+        words = self._told(outcome, incident, self._host.attempt + 1)
+        text, is_restart = Decision(verdict, words).encoded(), verdict is Verdict.RESTART
+        try:
+            lost = outcome.lost_host
+            text = self._host.decide(text, is_restart=is_restart, lost=lost)
+            verdict, words = Decision.of(text)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"{outcome.message}\nHost 0 didn't tell whether the ranks are started again: "
+                f"{error}. Start the run anew on all hosts."
+            ) from error
+        if verdict is Verdict.RESTART:
+            self.console.say(printable_lines(f"{outcome.message}\n{words}"))
+        return verdict
+
+    def _told(self, outcome: Outcome, incident: Incident, number: int) -> str:
+        """Why the ranks are started again, and from where they go on."""
         assert self._host is not None
         reason = outcome.reason
         if len(reason) > _MOST_REASON:
@@ -208,9 +233,15 @@ class Attempts:
             onwards = f"all go on from step {incident.committed}"
             if self._record.num_alike > 1:  # see lockstep.resume.newest
                 onwards = f"all go on from an older step than {incident.committed}, if there is one"
+        if outcome.lost_host is not None:
+            assert self._job.meeting is not None
+            who = f"the run was in step {incident.step}"
+            onwards = (
+                "all go on from the newest checkpoint, when 'lockstep run' is given again on that "
+                f"host within {self._job.meeting.timeout_seconds} s (--rdzv-timeout)"
+            )
         line = f"restart {number}: {who} ({reason}); {onwards}. "
-        line += f"{self._record.num_left} more without progress, and it isn't started again."
-        self.console.say(printable_lines(f"{outcome.message}\n{line}"))
+        return line + f"{self._record.num_left} more without progress, and it isn't started again."
 
 
 def _given_up(outcome: Outcome, verdict: Verdict) -> Outcome:

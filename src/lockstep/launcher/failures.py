@@ -124,6 +124,7 @@ class Outcome:
     run_status: int | None = None  # the exit code of the whole run, if that is another one
     reason: str = ""  # of the failure, in a few words: the same if the same happens again
     is_of_start: bool = False  # whether the program never began
+    lost_host: int | None = None  # the host that is lost, and its ranks
     # What to blame if all failures are of ranks that have lost a peer, maybe on other hosts.
     suspect: Outcome | None = None
 

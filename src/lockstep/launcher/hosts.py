@@ -41,6 +41,7 @@ from lockstep.world import (
 
 _ANY_PORT = 29500  # torch's own default
 _LEAST_SECONDS = 5.0  # to meet, once the store is there
+_DECIDE_SECONDS = 10.0  # for host 0 to decide on a restart, and for others to hear of it
 _HEAR_SECONDS = 1.0  # for other hosts to read why this one gives up
 _POLL_SECONDS = 0.05
 # The descriptors that a launcher opens: the signals' pipe (2), the selector, and /proc with a file
@@ -48,6 +49,10 @@ _POLL_SECONDS = 0.05
 # the store, and two to find it. To keep the store: what torch has for it, the other launchers'
 # connections (each twice), and those of all ranks.
 _NUM_ALWAYS, _NUM_ALONE, _NUM_TO_MEET, _NUM_TO_KEEP = 5, 1, 5, 10
+
+
+class NumberTaken(Exception):
+    """There is another host of this one's number, or there are as many as there may be."""
 
 
 class Host:
@@ -58,8 +63,10 @@ class Host:
     Args:
         job: What is run.
         meanwhile: Is entered while this host waits for others, and may raise RankEnded there.
+        before: This host in the attempt before, if its ranks are started again.
 
     Attributes:
+        attempt: How often the run was started again.
         world_size: The number of ranks on all hosts.
         ranks: The ranks on this host.
         environments: The variables to add for each of these ranks.
@@ -70,8 +77,13 @@ class Host:
         Ended: If the run was ended meanwhile: a launcher by a signal, or a rank.
     """
 
-    def __init__(self, job: Job, meanwhile: AbstractContextManager[None]) -> None:
+    def __init__(
+        self, job: Job, meanwhile: AbstractContextManager[None], before: Host | None = None
+    ) -> None:
         self.notice: int | None = None
+        self.attempt: int = 0 if before is None else before.attempt + 1
+        self._may_restart = job.restarts > 0
+        self._before = before
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
         self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
@@ -99,6 +111,7 @@ class Host:
             )
             for local_rank, rank in enumerate(self.ranks)
         ]
+        self._before = None
 
     def _alone(self, size: int) -> Placement:
         # Any user of this host could write to a store at a port. The ranks have one in a nameless
@@ -119,8 +132,14 @@ class Host:
         processes.check_descriptors(number)
         company = Company(meeting)
         # Held open as long as this is; of the others, the client has no threads.
-        self._endpoint = endpoint = reach_endpoint(meeting, deadline, company)
-        self._store = dist.PrefixStore("lockstep", endpoint.store)
+        if self._before is None:
+            self._endpoint = reach_endpoint(meeting, deadline, company)
+        else:
+            self._endpoint = self._before._endpoint
+            meeting = meeting._replace(host=self._before._number)
+        endpoint = self._endpoint
+        self._root = dist.PrefixStore("lockstep", endpoint.store)
+        self._store = self._store_of(self.attempt)
         come = partial(self._come, meeting, size, deadline, company)
         processes.handle(self._ending_signals, self._end_of_meeting)
         try:
@@ -148,7 +167,7 @@ class Host:
         self, meeting: Meeting, size: int, deadline: Deadline, company: Company
     ) -> tuple[list[int], list[str]]:
         """Tell the others of this host; return the number of ranks and the name of each host."""
-        number = self._number = self._take_number(meeting)
+        number = self._number = self._take_number_in_time(meeting, deadline)
         self._store.set(f"name/{number}", socket.gethostname())
         Agreement.show_life(self._store, number)
         self._store.set(f"end/{number}", "" if self._endpoint.is_held else local_end(meeting.port))
@@ -198,6 +217,53 @@ class Host:
                 time.sleep(_HEAR_SECONDS)
         os._exit(128 + number)
 
+    def _store_of(self, attempt: int) -> dist.Store:
+        """Where the launchers meet for an attempt; those of others may be late there."""
+        return dist.PrefixStore(str(attempt), self._root) if attempt else self._root
+
+    def _take_number_in_time(self, meeting: Meeting, deadline: Deadline) -> int:
+        """The number of this host, as soon as there is an attempt that it can take part in.
+
+        The launcher of a host may be started while the others still look for the one before.
+        """
+        while True:
+            if self._may_restart and self._root.check(["attempt"]):
+                self.attempt = max(self.attempt, int(self._root.get("attempt")))
+                self._store = self._store_of(self.attempt)
+            try:
+                return self._take_number(meeting)
+            except NumberTaken as error:
+                if not self._may_restart or not deadline.left():
+                    raise LaunchError(str(error)) from None
+            time.sleep(_POLL_SECONDS)
+
+    def decide(self, text: str, *, is_restart: bool, lost: int | None) -> str:
+        """Return what host 0 has decided, which gives ``text``; the outcome is settled.
+
+        Args:
+            text: Of use on host 0 alone.
+            is_restart: Whether the ranks are started again: then hosts may come for that.
+            lost: The host that is lost.
+
+        Raises:
+            RuntimeError: If host 0 doesn't answer.
+        """
+        if self._agreement is None:
+            return text
+        if not self._endpoint.is_held:
+            found = answered(partial(self._store.get, "decision"), _DECIDE_SECONDS)
+            self._store.add("heard", 1)
+            return found.decode(errors="replace")
+        if is_restart:
+            kept = [str(host) for host in range(self._num_hosts) if host != lost]
+            self._store_of(self.attempt + 1).set("kept", " ".join(kept))
+            self._root.set("attempt", str(self.attempt + 1))
+        self._store.set("decision", text)
+        left, deadline = self._num_hosts - 1 - (lost is not None), Deadline(_DECIDE_SECONDS)
+        while not is_restart and self._store.add("heard", 0) < left and deadline.left():
+            time.sleep(_POLL_SECONDS)
+        return text
+
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
         given, where = meeting.host, meeting.endpoint
@@ -209,11 +275,14 @@ class Host:
                 "same --nnodes and --rdzv-id on every host, and each run a port of its own."
             )
         # Without numbers, the host that holds the store is host 0.
-        free = range(0 if self._endpoint.is_held else 1, self._num_hosts)
+        free = [*range(0 if self._endpoint.is_held else 1, self._num_hosts)]
+        if given is None and self._store.check(["kept"]):
+            kept = self._store.get("kept").decode(errors="replace").split()
+            free = [host for host in free if str(host) not in kept]
         for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
                 return host
-        raise LaunchError(
+        raise NumberTaken(
             f"There are {self._num_hosts} hosts at {where} without this one."
             if given is None
             else f"There is a host {given} at {where} already. Give each host "
@@ -224,7 +293,9 @@ class Host:
         """The number of ranks on each host."""
         missing = hosts = list(range(meeting.num_hosts))
         while missing := [host for host in missing if not self._store.check([f"size/{host}"])]:
-            if self._endpoint.is_held and len(missing) == meeting.num_hosts - 1:
+            # One that has been there may come again when it is started.
+            is_first = self._endpoint.is_held and self.attempt == 0
+            if is_first and len(missing) == meeting.num_hosts - 1:
                 company.check(is_held=True)
             gone = [host for host in {*hosts[1:]} - {*missing} if self._is_gone(host, meeting)]
             if (ended := told_interruption(self._store, self._number, self._name)) is not None:
@@ -254,6 +325,8 @@ class Host:
         """Close the store of ranks that have ended."""
         if self._store_file is not None:
             os.close(self._store_file)
+        if self._agreement is not None:
+            self._agreement.close()
 
     def interrupt(self, number: int) -> None:
         """Have the ranks of all hosts end by this signal, which came to this launcher."""

@@ -155,7 +155,7 @@ def job_of(
         live=live,
         grace_seconds=check_grace(grace),
         stop_signals=tuple(map(_stop_signal, stop_signal)),
-        restarts=check_restarts(restarts, num_hosts),
+        restarts=check_restarts(restarts),
     )
 
 
@@ -219,22 +219,12 @@ def _stop_signal(value: str) -> int:
     return number
 
 
-def check_restarts(value: object, num_hosts: int = 1) -> int:
-    """``value`` as a number of restarts, by default 0.
-
-    Raises:
-        BadLaunch: If it is none, or the ranks of several hosts are to be started again.
-    """
+def check_restarts(value: object) -> int:
+    """``value`` as a number of restarts, by default 0; may raise BadLaunch."""
     if value is None:
         return 0
     advice = "It is how often ranks may fail without progress, and are started again."
-    number = whole_number(value, "The number of restarts", advice, at_least=0)
-    if number and num_hosts > 1:
-        raise BadLaunch(
-            f"--restarts {number} is for runs on one host, and --nnodes is {num_hosts}. Leave one "
-            "of them out."
-        )
-    return number
+    return whole_number(value, "The number of restarts", advice, at_least=0)
 
 
 def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None:

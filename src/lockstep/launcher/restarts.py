@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from enum import Enum
@@ -27,6 +28,30 @@ class Incident(NamedTuple):
     step: int  # at which it happened
     committed: int | None  # the newest step that all ranks can go on from; None if there is none
     is_of_start: bool  # whether the rank to blame never began
+
+
+class Decision(NamedTuple):
+    """What host 0 tells the others of a failure."""
+
+    verdict: Verdict
+    words: str
+
+    def encoded(self) -> str:
+        """The text for :meth:`of`."""
+        return json.dumps([self.verdict.name, self.words])
+
+    @classmethod
+    def of(cls, text: str) -> Decision:
+        """The decision that was encoded, or anything else that another process has written.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        try:
+            name, words = json.loads(text)
+            return cls(Verdict[name], str(words))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"what it told can't be read: {text!r:.99}") from error
 
 
 class Record:

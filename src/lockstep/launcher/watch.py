@@ -252,6 +252,8 @@ class Watch:
             self._peer_failed = True
             self._note_stops()
             actions = after_signal(signal.SIGTERM, self._failure_grace_seconds)
+            if self._when_failed():
+                self._is_quick, actions = True, AT_ONCE
             self._escalation = Escalation(actions)
 
     def _end(self, number: int) -> None:

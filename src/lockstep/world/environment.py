@@ -54,6 +54,7 @@ class Placement:
     job_id: str | None = None  # the run's name, by which the ranks of one host find rank 0
     store_path: str | None = None  # the file with the store, if it is in a file
     agent_hosts_store: bool = False  # the starter's agent holds the store open, not rank 0
+    attempt: int = 0  # how often the ranks were started again, at the same store
     one_device_per_task: bool = False  # each rank was given a GPU of its own and sees no other
 
     @property
@@ -132,8 +133,10 @@ def _detect(environ: Mapping[str, str]) -> Placement:
     if not is_torchs:
         return place
     port, _, path = environ.get(STORE, "").partition(":")
+    attempt, _ = restarts_of(environ)
     return replace(
         place,
+        attempt=attempt,
         job_id=environ.get(RUN_ID) or environ.get("TORCHELASTIC_RUN_ID"),
         # A torchrun inside such a run inherits the variable, but has a port of its own.
         store_path=path if port == environ["MASTER_PORT"] else None,

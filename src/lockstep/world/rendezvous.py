@@ -61,7 +61,10 @@ def meet(place: Placement, timeout: timedelta) -> dist.Store:
         return _file_store(_open_file(place.store_path), timeout)
     if place.master is not None:
         if place.rank != 0 or place.agent_hosts_store:
-            return _connect(place, [place.master[0]], place.master[1], timeout)
+            store = _connect(place, [place.master[0]], place.master[1], timeout)
+            # A launcher's store outlives a restart, and what ranks have written that have ended.
+            is_anew = place.agent_hosts_store and place.attempt
+            return dist.PrefixStore(f"attempt/{place.attempt}", store) if is_anew else store
         if place.master not in _held_open:
             _held_open[place.master] = _open_store(place, *place.master, timeout)
             name = _name_of_port(*place.master)
