@@ -35,6 +35,7 @@ MODULE_STATE = {
     "grad.memory._fork": "what a thread that forks has yet to tell its child",
     "checkpoint.saving._backgrounds": "saves that the exit of the process waits for",
     "comm.network._addresses": "where Gloo listens, which no function of torch's takes",
+    "comm.network._told_apart": "what tells this host from copies of it",
     "world.rendezvous._held_open": "stores at ports, which can be opened once",
     "world.rendezvous._open_files": "files of stores, open as long as the process",
     "comm.threads.ranks.changed": "wakes threads that wait for each other",

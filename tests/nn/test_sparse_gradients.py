@@ -134,8 +134,8 @@ def test_bits_are_those_of_torchs_over_gloo(size: int, optimizer: Any) -> None:
                 model(words, letters).square().sum().backward()
                 assert all(parameter.grad.is_sparse for parameter in model.parameters())
                 step_all([stepping])
-        for own, its in zip(mine.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(own, its)
+        for each, its in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(each, its)
 
     run_ranks(size, body, backend="gloo")
 

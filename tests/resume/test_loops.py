@@ -226,14 +226,14 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
 def test_a_body_that_iterates_over_the_loader_is_an_error(tmp_path: Path, whole: bool) -> None:
     loader = loader_of()
 
-    def train() -> None:
+    def iterate() -> None:
         for number, _ in enumerate(lockstep.steps(loader, tmp_path, epochs=2, save_every=1)):
             if number == 1:
                 iterator = iter(loader)
                 assert len([*iterator] if whole else [next(iterator)]) == (4 if whole else 1)
 
     with pytest.raises(RuntimeError, match=r"steps\(\) has given 2 batches of epoch 0: the body"):
-        train()
+        iterate()
     until(lambda: names_in(tmp_path) == ["000001"])  # of the step before
 
 
