@@ -128,6 +128,10 @@ def main() -> None:
             cells += [min(column), statistics.median(column), max(column)]
         table.add_row(name, *(f"{cell:.2f}" for cell in cells), str(hangs[name]))
     Console().print(table)
+    for name, found in times.items():
+        steps = " ".join(f"{seconds:.2f}" for seconds in sorted(step for _, step in found))
+        print(f"{name}, seconds to the first step, in order: {steps}")
+    print(f"load of the machine meanwhile: {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":
