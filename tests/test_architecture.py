@@ -76,7 +76,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_220,
-        "world": 2_730,
+        "world": 2_750,
         "grad": 2_950,
         "nn": 7_700,
         "launcher": 5_800,

@@ -206,3 +206,33 @@ def moved(world: lockstep.World) -> bool:
 
 def test_a_wrapper_that_moves_to_the_gpu() -> None:
     assert launch_sharing(moved, 2) == [True, True]
+
+
+def tagger() -> nn.Module:
+    torch.manual_seed(3)
+    table = nn.Embedding(9, 4, max_norm=0.7)
+    return nn.Sequential(table, nn.Flatten(), nn.Linear(8, 1)).double()
+
+
+def train_tagger(model: nn.Module, steps: list[torch.Tensor]) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for words in steps:
+        model(words).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def train_tagger_in_step(world: lockstep.World, steps: list[torch.Tensor]) -> list[torch.Tensor]:
+    model = lockstep.parallelize(tagger().to(GPU))
+    return train_tagger(model, [words.to(GPU).chunk(2)[world.rank] for words in steps])
+
+
+def test_rows_that_lookups_scale_are_those_of_one_process() -> None:
+    """On a GPU a rank doesn't know whether lookups on others have changed rows."""
+    generator = torch.Generator().manual_seed(5)
+    steps = [torch.randint(9, (2 if step % 2 else 8, 2), generator=generator) for step in range(6)]
+    expected = train_tagger(tagger(), steps)
+    first, second = launch_sharing(train_tagger_in_step, 2, (steps,))
+    assert_close(first, expected, 1e-12)
+    assert all(map(torch.equal, first, second))

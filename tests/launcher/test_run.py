@@ -20,7 +20,8 @@ WHO_AM_I = """
     import json, multiprocessing, os, sys
     import beside
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-             "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"]
+             "OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_",
+             "GLIBC_TUNABLES"]
     import torch
     print(json.dumps({
         "environ": {name: os.environ[name] for name in names},
@@ -58,6 +59,7 @@ def test_run_gives_each_rank_its_place_and_the_script_its_own_sys(bench: Bench) 
             "OMP_NUM_THREADS": "3",
             "MALLOC_TRIM_THRESHOLD_": str(2**30),
             "MALLOC_MMAP_THRESHOLD_": "7654321",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
         assert seen == {
             "threads": 3,

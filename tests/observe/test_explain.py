@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,22 @@ def test_what_is_unusual_is_named(model: nn.Module, words: str) -> None:
     if isinstance(model, nn.Sequential):
         model = nn.Sequential(*reversed(model))
     assert words in " ".join(str(explained(2, model)).split())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such")
+@pytest.mark.parametrize(
+    "told", [{}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, {"MALLOC_MMAP_MAX_": "0"}], ids=str
+)
+def test_gradients_that_are_paged_in_anew_are_named(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    found = explained(2, nn.Linear(4200, 2000, bias=False)).to_dict()["unusual"]
+    said = [one for one in found if "weight takes more than 32 MiB" in one["what"]]
+    assert len(said) == (not told)
 
 
 def test_nothing_is_unusual_where_nothing_is() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,12 +37,14 @@ from lockstep.nn import (
 )
 from lockstep.tables import FittedTable
 from lockstep.torch_private import _BatchNorm
-from lockstep.world import init
+from lockstep.world import init, pages_in_large_blocks
 
 _WIDTH = 100
 _MIB = 2**20
 # A gradient of less than this isn't worth a finding.
 _LITTLE_BYTES = 4 * _MIB
+# The C library maps each block of more than this anew.
+_MAPPED_BYTES = 32 * _MIB
 # After the first step gradients are put into buckets anew.
 _NUM_STEPS = 2
 _NO_MODEL = (
@@ -393,15 +396,22 @@ def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str
         part = module.get_submodule(name.rpartition(".")[0])
         if (
             name in sent - tied
-            and isinstance(part, nn.Embedding)
+            and isinstance(part, nn.Embedding | nn.EmbeddingBag)
             and not part.sparse
             and parameter.nbytes > max(_LITTLE_BYTES, total / 4)
         ):
             yield {
                 "what": f"{name} has {parameter.nbytes / total:.0%} of all bytes that are sent, "
                 "those of rows that no sample uses too.",
-                "mend": "nn.Embedding(..., sparse=True) sends the rows that are used.",
+                "mend": f"nn.{type(part).__name__}(..., sparse=True) sends the rows that are used.",
             }
+    sizes = {p.nbytes: n for n, p in module.named_parameters() if n in sent and p.is_cpu}
+    if sizes and max(sizes) > _MAPPED_BYTES and pages_in_large_blocks(os.environ):
+        yield {
+            "what": f"The gradient of {sizes[max(sizes)]} takes more than 32 MiB, which the C "
+            "library gets from the kernel in each step, in pages of 4 KiB.",
+            "mend": "'lockstep run' has it get huge pages: GLIBC_TUNABLES=glibc.malloc.hugetlb=1.",
+        }
     if len(buckets) > 1 and total > _LITTLE_BYTES and buckets[-1]["bytes"] > total / 2:
         yield {
             "what": f"More than half of the bytes are in the last bucket, with "

@@ -21,7 +21,10 @@ from lockstep.launcher import num_cores
 from lockstep.world import Starter, accelerator, backend_of, detect, num_accelerators
 
 # Variables that make a difference to ranks, by the beginnings of their names.
-_VARIABLES = ("CUDA_VISIBLE", "GLOO_", "LOCKSTEP_", "MASTER_", "MKL_", "NCCL_", "OMP_", "TORCH_")
+_VARIABLES = (
+    *("CUDA_VISIBLE", "GLIBC_", "GLOO_", "LOCKSTEP_", "MALLOC_", "MASTER_", "MKL_", "NCCL_"),
+    *("OMP_", "TORCH_"),
+)
 _OF_STARTERS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
 
 

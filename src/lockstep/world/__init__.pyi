@@ -14,6 +14,7 @@ from .environment import allocator_environment as allocator_environment
 from .environment import detect as detect
 from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
+from .environment import pages_in_large_blocks as pages_in_large_blocks
 from .environment import quiet_environment as quiet_environment
 from .environment import rank_environment as rank_environment
 from .environment import restart_environment as restart_environment

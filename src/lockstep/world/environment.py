@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from platform import libc_ver
 
 from lockstep.errors import InitError
 
@@ -234,15 +235,30 @@ def gloo_interfaces(environ: Mapping[str, str]) -> list[str]:
 
 
 def allocator_environment() -> dict[str, str]:
-    """The variables with which glibc keeps freed memory for the next step.
+    """The variables with which glibc keeps freed memory for the next step, or gets it in few pages.
 
     By default, depending on the heap's layout, it may return much of it to the kernel in every
-    step and page it in again, which takes up to a third of a step on the CPU. The variables have
-    to be set before a process begins; other C libraries ignore them.
+    step and page it in again, which takes up to a third of a step on the CPU. Blocks above 32 MiB,
+    such as the gradient of a large table, are returned in every step whatever the variables say,
+    but for one with which no block is, at the price of all that a program ever frees. They come
+    back in huge pages instead, of which there are 512 times fewer, where the kernel gives them to
+    those who ask (``madvise`` in /sys/kernel/mm/transparent_hugepage/enabled). See "malloc" in
+    benchmarks/RESULTS.md. The variables have to be set before a process begins; other C libraries
+    ignore them.
 
-    Source: ``mallopt(3)``.
+    Source: ``mallopt(3)``, and "Memory Allocation Tunables" in glibc's manual.
     """
-    return {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+    return {
+        "MALLOC_TRIM_THRESHOLD_": str(2**30),
+        "MALLOC_MMAP_THRESHOLD_": str(2**25),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+
+
+def pages_in_large_blocks(environ: Mapping[str, str]) -> bool:
+    """Whether glibc was told nothing of blocks above 32 MiB, and maps each anew, page by page."""
+    is_told = "hugetlb=" in environ.get("GLIBC_TUNABLES", "")
+    return not is_told and environ.get("MALLOC_MMAP_MAX_") != "0" and libc_ver()[0] == "glibc"
 
 
 def quiet_environment() -> dict[str, str]:
