@@ -39,7 +39,7 @@ READY_SECONDS = 120  # until a phase is reached, on a machine that has more to d
 VICTIM = 3  # the last rank of the second host
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -55,6 +55,7 @@ def until_fault():
     while not (folder / "go").exists():
         time.sleep(0.02)
 
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
 world = lockstep.init(timeout=timedelta(seconds=RANK_SECONDS))
 total = torch.ones(100_000)
 if phase == "first collective":
@@ -64,11 +65,16 @@ if phase == "first collective":
 dist.all_reduce(total)
 if phase == "saving":
     model = lockstep.parallelize(torch.nn.Linear(300, 300))
+if phase == "loading":  # each epoch begins with an agreement
+    loader = lockstep.DataLoader(torch.arange(8), 4, shuffle=True)
 step = 0
-while phase in ("training", "saving"):
+while phase in ("training", "saving", "loading"):
     step += 1
     if phase == "saving":
         lockstep.save(folder / "run", model=model, step=step, async_=step % 2 == 0)
+    elif phase == "loading":
+        for _ in loader:
+            pass
     else:
         dist.all_reduce(total)
         time.sleep(0.01)
@@ -198,6 +204,11 @@ FAULTS = {
         SOON_SECONDS,
         137,
     ),
+    "rank leaves": Fault(
+        _signal_rank(signal.SIGUSR2),
+        (r"rank 3 of \d failed first: it ended with exit code 0 before",) * 2,
+        SOON_SECONDS,
+    ),
     "rank stopped": Fault(
         _signal_rank(signal.SIGSTOP),
         (
@@ -211,12 +222,17 @@ FAULTS = {
     "store's keeper stopped": Fault(_signal(0, signal.SIGSTOP), ("", _lost(0)), SILENT_SECONDS),
     "Ctrl-C": Fault(_signal(0, signal.SIGINT), ("ended by SIGINT",) * 2, SOON_SECONDS, 130),
 }
-PHASES = ("meeting", "first collective", "training", "saving", "ending")
+PHASES = ("meeting", "first collective", "loading", "training", "saving", "ending")
 
 
 def expected(fault: str, phase: str) -> Fault:
     """What has to come of ``fault``; in some phases it is something else."""
     usual = FAULTS[fault]
+    if fault == "rank leaves" and phase in (
+        "meeting",
+        "ending",
+    ):  # before its program, and at its end
+        return usual._replace(told=("", ""), seconds=usual.seconds + MEETING_SECONDS, exit_status=0)
     if phase == "meeting":
         silent = MEETING_SECONDS + END_SECONDS
         if fault in ("launcher killed", "host killed"):
@@ -308,7 +324,7 @@ def _judge(result: Result, wanted: Fault, host: int, launcher: subprocess.Popen[
         result.problems.append(f"host {host} ends with {launcher.returncode}: {err[-500:]!r}")
     if wanted.seconds and pattern and result.seconds[host] > wanted.seconds:
         result.problems.append(f"host {host} ends after {result.seconds[host]:.1f} s: {err!r}")
-    if not wanted.seconds and launcher.returncode:
+    if not wanted.exit_status and launcher.returncode:
         result.problems.append(f"host {host} ends with {launcher.returncode}: {err[-2000:]!r}")
 
 

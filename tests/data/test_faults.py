@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,15 @@ try:
 except Exception as error:
     print(type(error).__name__, error, *getattr(error, "__notes__", ()), sep="\\n")
 """
+
+
+def test_a_worker_that_leaves_with_exit_code_0_is_named() -> None:
+    ended, other = SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=None)
+    assert [*faults._how_ended([other, ended], None)] == [
+        "Worker 1 ended with the exit code 0: it called os._exit(0), say."
+    ]
+    killed = SimpleNamespace(exitcode=-signal.SIGSEGV)
+    assert [*faults._how_ended([ended, killed], None)] == ["Worker 1 was ended by SIGSEGV."]
 
 
 @pytest.mark.forks

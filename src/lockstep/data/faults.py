@@ -104,6 +104,9 @@ def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
         elif code < 0:
             numbers.add(-code)
             yield f"Worker {index} was ended by {signal_name(-code)}."
+    codes = [worker.exitcode for worker in workers]
+    if not any(codes) and 0 in codes:  # beside another reason, its iterator may have come to an end
+        yield f"Worker {codes.index(0)} ended with the exit code 0: it called os._exit(0), say."
     if signal.SIGKILL in numbers:
         yield _who_kills(before)
     if signal.SIGBUS in numbers:

@@ -306,9 +306,11 @@ def _open_file(path: str) -> int:
         try:
             opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            why = "Its launcher, or rank 0, has ended, or runs as another user."
+            if not os.path.exists("/proc/self"):
+                why = "There is no /proc here, in which ranks of a host find it: mount it."
             raise RendezvousFailed(
-                f"the store of the run, {path}, can't be opened: {error.strerror}. Its launcher, "
-                "or rank 0, has ended, or runs as another user."
+                f"the store of the run, {path}, can't be opened: {error.strerror}. {why}"
             ) from error
         atexit.register(drop_full_stores)
         if _open_files.setdefault(path, opened) != opened:  # another thread was first
