@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -241,6 +242,7 @@ def test_signal_that_no_rank_expects_yet_is_kept_for_those_that_are_started_agai
 def test_checkpoint_of_the_launcher_that_cant_be_written_is_told(bench: Bench) -> None:
     training = Training(bench, "plain", 0, 1, 100)
     run = training.paused(*RESTARTS, "--grace", "0", pause="evaluation:7:0")
+    shutil.rmtree(bench.directory / "run")
     (bench.directory / "run").write_text("no folder")
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=100)

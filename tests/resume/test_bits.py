@@ -122,12 +122,12 @@ def test_a_signal_ends_the_step_on_all_ranks_and_the_run_goes_on(
     assert len(steps_of(found)) <= 2
 
 
-def test_without_a_path_a_signal_keeps_the_state_in_memory(tmp_path: Path) -> None:
+def test_without_a_path_a_signal_leaves_the_state_in_memory(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "whole", 2)
     with Attempts(tmp_path, 2) as attempts:
         ended = attempts.run("SIGTERM:2:1:forward")
         check(ended, START_AGAIN)
-        assert "kept in memory" in ended.errors[0]
+        assert "The state is in memory, which ends with the launcher" in ended.errors[0]
         check(attempts.run())
         assert bits(attempts.results()) == bits(expected)
 

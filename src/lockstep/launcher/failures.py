@@ -173,7 +173,7 @@ def failure_outcome(
     """
     culprit = first_failure(failures)
     absent = _absent(culprit, failures, world_size)
-    earlier = None if absent else _earlier(culprit, failures)
+    earlier = None if absent else _earlier(culprit, failures, ended_well)
     message = _message(culprit, absent, failures, ended_well, world_size, full_traceback)
     if earlier is not None:
         message = f"rank {earlier} failed before all others, as they tell. Of them, {message}"
@@ -209,9 +209,11 @@ def _absent(culprit: Failure, failures: Sequence[Failure], world_size: int) -> l
     return absent if 2 * len(absent) <= world_size else []
 
 
-def _earlier(culprit: Failure, failures: Sequence[Failure]) -> int | None:
+def _earlier(
+    culprit: Failure, failures: Sequence[Failure], ended_well: Sequence[int]
+) -> int | None:
     """The rank that failed before the ``culprit``, but was ended before it could tell of that."""
-    known = {failure.rank for failure in failures}
+    known = {*ended_well, *(failure.rank for failure in failures)}
     in_time = sorted(failures, key=lambda failure: failure.at_seconds)
     ranks = [rank for failure in in_time for rank in failure.told_of if rank not in known]
     return ranks[0] if culprit.lost_a_peer and ranks else None

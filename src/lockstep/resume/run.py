@@ -308,14 +308,15 @@ class Steps(Generic[T]):
     def _stop(self, signal_name: str) -> NoReturn:
         if self._ranks.rank == 0:
             why = f"by {signal_name}" if signal_name else "on another rank"
-            where = "nowhere, as steps() has no path"
+            kept = "The state isn't kept, as steps() has no path."
             if self._checkpoints is not None:
-                where = f"in {self._checkpoints.path}"
+                path = self._checkpoints.path
+                kept = f"The state is kept in {path}. Start the program again to go on."
             elif self._snapshots is not None:
-                where = "in memory"
+                kept = "The state is in memory, which ends with the launcher: give a path."
+            done = self._progress.num_done
             print(
-                f"lockstep: asked to stop {why}; {self._progress.num_done} steps are done. The "
-                f"state is kept {where}. Start the program again to go on.",
+                f"lockstep: asked to stop {why}; {done} steps are done. {kept}",
                 file=sys.stderr,
                 flush=True,
             )
