@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from lockstep.launcher import START_AGAIN
+from lockstep.launcher.hosts import Host
 from tests.launcher.bench import Bench, free_port, lines_of
 from tests.network import hosts_of_a_network
 from tests.waiting import until
@@ -225,3 +228,24 @@ def remove(folder: Path) -> None:
         file.unlink()
     for checkpoint in folder.glob("0*"):
         checkpoint.rmdir()
+
+
+class Answers(dist.Store):
+    """A store that gives the decision, and nothing after it."""
+
+    def get(self, key: str) -> bytes:
+        return b"a decision"
+
+    def add(self, key: str, number: int) -> int:
+        time.sleep(2)
+        raise RuntimeError("the network was cut")
+
+
+def test_a_decision_that_host_0_does_not_hear_was_heard_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.launcher.hosts._DECIDE_SECONDS", 0.2)
+    host = Host.__new__(Host)
+    host.__dict__ |= {"_agreement": True, "_store": Answers()}
+    host.__dict__["_endpoint"] = SimpleNamespace(is_held=False)
+    assert host.decide("", is_restart=True, lost=None) == "a decision"

@@ -222,3 +222,19 @@ def test_a_lookup_in_a_model_that_is_an_embedding(table: torch.nn.Module, indice
 
     with pytest.raises(RankFailed, match=r"lookup in Embedding.*\(3, 2.* 1 of 2 indices"):
         launch(body, 1, ranks="threads")
+
+
+class Proxy:
+    """As a module that torch's tensors without memory are looked up in, it can't be examined."""
+
+    @property
+    def __class__(self) -> Any:
+        raise ValueError("a proxy")
+
+    def use(self) -> None:
+        raise RuntimeError("the user's own error")
+
+
+def test_an_error_is_told_though_its_frames_cannot_be_examined() -> None:
+    with pytest.raises(RankFailed, match="the user's own error"):
+        launch(lambda world: Proxy().use(), 1, ranks="threads")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
-from lockstep.world import addresses, reached
+from lockstep.comm import is_within_reach, within_reach
+from lockstep.world import Placement, Starter, addresses, reached
 from lockstep.world.network import address_towards, answering
-from lockstep.world.reach import _choice, _missing
+from lockstep.world.reach import _choice, _missing, hosts_of_ranks
 
 A = [[("10.0.0.1", 1), ("fd00::1", 2)]]
 B = [[("10.0.0.2", 3), ("fd00::2", 4)]]
@@ -79,3 +82,25 @@ def test_own_address_towards_a_host() -> None:
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     assert address_towards("no-such-host.invalid", 9) is None
     assert addresses()["127.0.0.1"] == "lo"
+
+
+class Forbidden(socket.socket):
+    """A socket in a sandbox that forbids those with abstract names."""
+
+    def bind(self, address: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    connect = bind
+
+
+def test_a_sandbox_that_forbids_abstract_sockets_is_one_where_none_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with within_reach() as name:
+        assert is_within_reach(name)
+        monkeypatch.setattr("lockstep.comm.network.socket.socket", Forbidden)
+        assert not is_within_reach(name)
+    with within_reach() as name:
+        pass
+    store, late = dist.HashStore(), timedelta(seconds=9)
+    assert len(hosts_of_ranks(store, Placement(Starter.LOCKSTEP), late)) == 1

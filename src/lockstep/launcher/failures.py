@@ -7,6 +7,7 @@ time stamp alone would blame the wrong rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -308,7 +309,9 @@ def failure_by(
     elif isinstance(error, KeyboardInterrupt):
         code = 128 + signals.SIGINT
     option, attribute = "--full-traceback shows", "the error's attribute traceback has"
-    lookup = note_lookup(error)
+    lookup = ""
+    with contextlib.suppress(Exception):  # of a note on the error, which is what is to be told
+        lookup = note_lookup(error)
     told = _tell(error, f"{attribute if of_function else option} them")
     told = told._replace(error=f"{told.error} {lookup}".rstrip())
     never_began = isinstance(error, (ImportError, SyntaxError, SystemExit)) and not has_met

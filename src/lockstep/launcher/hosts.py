@@ -251,9 +251,7 @@ class Host:
         if self._agreement is None:
             return text
         if not self._endpoint.is_held:
-            found = answered(partial(self._store.get, "decision"), _DECIDE_SECONDS)
-            self._store.add("heard", 1)
-            return found.decode(errors="replace")
+            return self._hear_decision().decode(errors="replace")
         if is_restart:
             kept = [str(host) for host in range(self._num_hosts) if host != lost]
             self._store_of(self.attempt + 1).set("kept", " ".join(kept))
@@ -263,6 +261,21 @@ class Host:
         while not is_restart and self._store.add("heard", 0) < left and deadline.left():
             time.sleep(_POLL_SECONDS)
         return text
+
+    def _hear_decision(self) -> bytes:
+        """Return what host 0 has decided, and tell it that this host has heard of it."""
+        heard = list[bytes]()
+
+        def hear() -> None:
+            heard.append(self._store.get("decision"))
+            self._store.add("heard", 1)
+
+        try:
+            answered(hear, _DECIDE_SECONDS)
+        except RuntimeError:
+            if not heard:  # else only host 0 loses by it: it waits for longer
+                raise
+        return heard[0]
 
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
