@@ -72,9 +72,10 @@ def job(bench: Bench, count: int, fault: str = "") -> list[subprocess.Popen[str]
     names = {"JOB_ID": 42, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": "2",
              "STEP_NODELIST": "localhost", "NODEID": 0, "RESTART_COUNT": count}  # fmt: skip
     variables = {f"SLURM_{name}": str(value) for name, value in names.items()}
+    script = bench.script(TRAINS)
     return [
         bench.start_python(
-            bench.script(TRAINS),
+            script,
             env={
                 **os.environ,
                 **variables,
