@@ -125,6 +125,8 @@ def loops(net: Net, loader: lockstep.DataLoader[tuple[Tensor, Tensor]], folder: 
         assert_type((steps.step, steps.epoch, steps.restarts), tuple[int, int, int])
         assert_type(steps.is_last_of_epoch, bool)
         assert_type(steps.best(0.5, higher=True), bool)
+    for x, y in steps.rest_of_epoch():
+        assert_type((x, y), tuple[Any, Any])
     for number in lockstep.steps(100, model=net):
         assert_type(number, int)
     lockstep.steps(loader, epochs=1.5)  # type: ignore[call-overload]

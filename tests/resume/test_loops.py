@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -72,8 +76,75 @@ def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
                 break
     assert found == whole
     assert epochs == [(e, e) for e in range(3) for _ in range(4)]
-    assert [*steps] == []
     assert steps.step == 11
+
+
+@pytest.mark.parametrize("loader", [loader_of, lambda: Stateful(4, has_length=False)])
+def test_a_loop_over_epochs_commits_all_steps_and_what_follows_each_epoch(
+    tmp_path: Path, loader: Any
+) -> None:
+    def run(epochs: range, total: torch.Tensor) -> list[tuple[int, int, int]]:
+        steps = lockstep.steps(loader(), tmp_path, epochs=len(epochs), total=total)
+        found = []
+        for epoch in epochs[steps.epoch :]:
+            for _ in steps.rest_of_epoch():
+                total += 1
+                found.append((epoch, steps.epoch, steps.step))
+            total += 10
+            assert steps.best(-float(total))
+        return found
+
+    assert run(range(3), torch.zeros(())) == [(e, e, 4 * e + i) for e in range(3) for i in range(4)]
+    assert names_in(tmp_path) == ["000001", "best"]
+    lockstep.load(tmp_path, total=(total := torch.zeros(())))
+    assert total == 32  # without what follows the last step
+    lockstep.load(tmp_path / "best", total=total)
+    assert total == 42
+
+
+def test_a_step_within_an_epochs_loop_may_end_the_run_or_fail(tmp_path: Path) -> None:
+    total = torch.zeros(())
+    steps = lockstep.steps(loader_of(), tmp_path, num_steps=6, total=total)
+    for _ in range(2):
+        for _ in steps.rest_of_epoch():
+            total += 1
+    lockstep.load(tmp_path, total=(saved := torch.zeros(())))
+    assert saved == 6
+
+    steps = lockstep.steps(loader_of(), tmp_path / "fails", epochs=1, total=total)
+
+    def fail_in_the_last_step() -> None:
+        for _ in steps.rest_of_epoch():
+            assert not steps.is_last_of_epoch
+
+    with pytest.raises(AssertionError):
+        fail_in_the_last_step()
+    assert names_in(tmp_path / "fails") == []
+
+
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_last_step_that_break_leaves_is_told_at_exit(tmp_path: Path, last: int) -> None:
+    program = (
+        "import lockstep\n"
+        f"for number in lockstep.steps(4, {str(tmp_path)!r}):\n"
+        f"    if number == {last}: break\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ("Step 3, the last one of its run, isn't in any checkpoint" in done.stderr) == (
+        last == 3
+    )
+
+
+def test_a_signal_in_a_step_that_is_left_by_break_stops_the_run(tmp_path: Path) -> None:
+    steps = lockstep.steps(5, tmp_path)
+    for number in steps:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            break
+    with pytest.raises(SystemExit, match="75"):
+        next(iter(steps))
+    assert names_in(tmp_path) == ["000001"]
 
 
 def test_a_second_loop_over_all_epochs_has_none_and_says_so(

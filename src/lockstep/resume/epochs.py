@@ -106,11 +106,20 @@ class Epochs:
             self._epoch += 1
         return _END
 
-    def is_last_of_epoch(self) -> bool:
-        """Whether no batch of the epoch follows the one that was given last."""
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether no epoch follows, by number."""
+        return self._num_epochs is not None and self._epoch + 1 >= self._num_epochs
+
+    def is_last_of_epoch(self, *, reads: bool = True) -> bool:
+        """Whether no batch of the epoch follows the one that was given last, as far as is known.
+
+        Args:
+            reads: Whether it may read the next batch to know.
+        """
         if (length := self._length()) is not None:
             return self._num_given >= length
-        if self._ahead is None and self._iterator is not None:
+        if reads and self._ahead is None and self._iterator is not None:
             self._state = self._loader.state_dict()
             batch = next(self._iterator, _END)
             self._ahead = _END if batch is _END else [batch]
@@ -129,9 +138,10 @@ class Numbers:
     Attributes:
         epoch: 0.
         is_foreign: False.
+        is_last_epoch: True.
     """
 
-    epoch, is_foreign = 0, False
+    epoch, is_foreign, is_last_epoch = 0, False, True
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._next = num_steps, 0
@@ -159,6 +169,6 @@ class Numbers:
         self._next += 1
         return [self._next - 1]
 
-    def is_last_of_epoch(self) -> bool:
+    def is_last_of_epoch(self, *, reads: bool = True) -> bool:
         """Whether it is the last step."""
         return self._next == self._num_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -39,12 +40,24 @@ class _Loops:
     number = 0  # of those that were made
     num_steps = 0  # of those that are over
     running: Any = None
+    left: int | None = None  # a run's last step, which isn't committed
+
+    def warn_if_left(self) -> None:
+        """At the program's end, warn if a run's last step was left by break."""
+        if self.left is not None and not hasattr(sys, "last_value"):  # which an error sets
+            _log.warning(
+                "Step %s, the last one of its run, isn't in any checkpoint: its loop was left by "
+                "break, and no other step has committed it. Within a loop over epochs iterate "
+                "over steps.rest_of_epoch(), which needs no break.",
+                self.left,
+            )
 
 
 class Steps(Generic[T]):
     """What :func:`lockstep.steps` returns: iterate over it.
 
-    A loop that is left by ``break`` goes on where it was when it is iterated over again.
+    A loop that is left by ``break`` goes on where it was when it is iterated over again. That
+    commits the step that was left, the run's last one too.
 
     Attributes:
         step: The number of the step that runs, from 0; before the first one, that of the first.
@@ -65,6 +78,7 @@ class Steps(Generic[T]):
         self._accumulation = Accumulation(things, tells=ranks.rank == 0)
         self._seeds = Seeds()
         self._loops = context_of(ranks.group).get(_Loops)
+        self._signals = StopSignals()
         self.restarts, descriptors = restarts_of(os.environ)
         memory = SnapshotMemory.inherited(descriptors) if descriptors else None
         self._snapshots: Snapshots | None = None
@@ -114,7 +128,8 @@ class Steps(Generic[T]):
     def best(self, metric: float, *, higher: bool = False) -> bool:
         """Keep the state after this step in ``path``'s folder ``best``, if ``metric`` is the best.
 
-        Rank 0's value counts. Every rank calls it; it blocks.
+        Rank 0's value counts. Every rank calls it; it blocks. Behind the run's last step it saves
+        at once.
 
         Args:
             metric: Such as a validation loss.
@@ -132,11 +147,24 @@ class Steps(Generic[T]):
         sign = -1 if higher else 1
         is_best = not math.isnan(value) and (best is None or sign * value < sign * best)
         if is_best:
-            self._progress.best, self._is_best = value, True
+            self._progress.best, self._is_best = value, self._is_in_step
+            if not self._is_in_step:
+                self._checkpoints.save_best(*self._state())
         return is_best
 
     def __iter__(self) -> Iterator[T]:
         """Yield what each step is to work on."""
+        return self._iterate(one_epoch=False)
+
+    def rest_of_epoch(self) -> Iterator[T]:
+        """Yield what each step is to work on up to the end of the epoch, for a loop over epochs.
+
+        What follows the epoch's last step, such as an evaluation, belongs to that step: the next
+        call commits it. The run's last step is committed when this iterator ends.
+        """
+        return self._iterate(one_epoch=True)
+
+    def _iterate(self, *, one_epoch: bool) -> Iterator[T]:
         if self._loops.running is not None:
             raise RuntimeError(
                 f"A loop over {'these' if self._loops.running is self else 'other'} steps() runs "
@@ -146,29 +174,42 @@ class Steps(Generic[T]):
             )
         if self._is_over:
             _log.warning(
-                "All of the %s steps of steps() are done, and this loop has none: it yields the "
-                "batches of all epochs. Iterate over it once, with no loop over epochs around it.",
+                "All of the %s steps of steps() are done, and this loop has none. Iterate over it "
+                "once, as it yields the batches of all epochs, or within a loop over epochs over "
+                "rest_of_epoch().",
                 self._progress.num_done,
             )
             return
-        self._loops.running = self
+        self._loops.running, self._loops.left = self, None
         self._base = self._loops.num_steps if self._base is None else self._base
         try:
             with ExitStack() as stack:
-                signals = stack.enter_context(StopSignals())
+                stack.enter_context(self._signals)
                 stack.enter_context(self._accumulation)
                 if self._snapshots is not None:
                     stack.enter_context(self._snapshots)
-                yield from self._run(signals)
+                yield from self._run(one_epoch=one_epoch)
         finally:
+            self._note_left()
             self._loops.running = None
             self._loops.num_steps = self._base + self._progress.num_done
             if self._is_over and self._snapshots is not None:
                 self._snapshots.close()
 
-    def _run(self, signals: StopSignals) -> Iterator[T]:
-        if self._is_in_step:  # the loop was left by break
-            self._end_step(signals)
+    def _note_left(self) -> None:
+        """Note the run's last step if break, or an error, has left it: at exit that is told."""
+        is_last = self._progress.num_done + 1 >= self._num_steps or (
+            self._batches.is_last_epoch and self._batches.is_last_of_epoch(reads=False)
+        )
+        if self._checkpoints is None or not (self._is_in_step and is_last):
+            return
+        if self._ranks.rank == 0:
+            self._loops.left = self.step
+            atexit.register(self._loops.warn_if_left)
+
+    def _run(self, *, one_epoch: bool) -> Iterator[T]:
+        if self._is_in_step:  # the loop was left, by break or at its epoch's end
+            self._end_step()
         progress = self._progress
         while progress.num_done < self._num_steps:
             self._pace.begin_step()
@@ -185,13 +226,16 @@ class Steps(Generic[T]):
             yield batch[0]
             del batch
             self._pace.end_step()
-            self._end_step(signals)
+            is_last = self._batches.is_last_epoch or progress.num_done + 1 >= self._num_steps
+            if one_epoch and not is_last and self.is_last_of_epoch:
+                return  # what follows this loop belongs to the step too
+            self._end_step()
         self._finish()
 
     def _seed(self, step: int) -> None:
         seed_step(self._progress.seed, step, self._ranks.rank, self._seeds)
 
-    def _end_step(self, signals: StopSignals) -> None:
+    def _end_step(self) -> None:
         """Take the state for that after the step; save it if that is due. On all ranks alike."""
         self._is_in_step = False
         self._progress.num_done += 1
@@ -203,7 +247,7 @@ class Steps(Generic[T]):
                 checkpoints.save_best(*self._state())
         self._compare()
         if done >= self._next_meeting or self._saves:
-            self._meet(signals)
+            self._meet()
 
     def _compare(self) -> None:
         """Warn, once, if a step that was repeated after a restart has given something else."""
@@ -221,14 +265,14 @@ class Steps(Generic[T]):
                 differing,
             )
 
-    def _meet(self, signals: StopSignals) -> None:
+    def _meet(self) -> None:
         """Agree with the other ranks on what is due, and do it."""
         done, checkpoints = self._progress.num_done, self._checkpoints
         takes = self._snapshots is not None and done >= self._next_snapshot
         if takes:
             self._complete_snapshot()
         agreed = self._pace.exchange(
-            stops=bool(signals.name),
+            stops=bool(self._signals.name),
             saves=self._saves or (checkpoints is not None and checkpoints.is_time),
             fails=self._fails,
             is_torn=self._snapshots is not None and self._snapshots.is_torn,
@@ -248,7 +292,7 @@ class Steps(Generic[T]):
             self._saves = False
             checkpoints.save(done, *self._state(), waits=agreed.stops)
         if agreed.stops:
-            self._stop(signals.name)
+            self._stop(self._signals.name)
 
     def _finish(self) -> None:
         self._is_over = True
