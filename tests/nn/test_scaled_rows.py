@@ -275,12 +275,20 @@ def test_a_frozen_table_is_the_same_on_all_ranks() -> None:
     check_same(run_ranks(2, body), expected)
 
 
-@pytest.mark.parametrize("is_run_before", [pytest.param(False, marks=pytest.mark.long), True])
-def test_compiled_lookups(is_run_before: bool) -> None:
+@pytest.mark.parametrize("is_run_before", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("aot_eager", "embedding"),
+        pytest.param("aot_eager", "bags", marks=pytest.mark.long),
+        pytest.param("eager", "embedding", marks=pytest.mark.long),
+    ],
+)
+def test_compiled_lookups(backend: str, kind: str, is_run_before: bool) -> None:
     def body(world: lockstep.World) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        model = build()
-        compiled = torch.compile(model, backend="eager")
+        model = build(kind)
+        compiled = torch.compile(model, backend=backend)
         if is_run_before:
             compiled(words(0, 0))
         lockstep.parallelize(model)

@@ -54,12 +54,13 @@ def watch(engine: Engine) -> None:
         _hang(hooks.register_module_module_registration_hook, _registered)
         _hang(hooks.register_module_buffer_registration_hook, _registered)
         _hang(register_optimizer_step_pre_hook, _before_step)
-        watch_lookups()
         if kept not in keepers:
             keepers.append(kept)
             watch_optimizers(after_other_hooks=True)
         if may_be_distributed():  # not before: in each forward of each module it costs time
             _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+    if engine.module is not None:
+        watch_lookups(engine.module)
     if accelerator() is not None:
         mark_stale(engine)  # the model may be moved to a GPU before its first forward
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.comm import uncompiled
+from lockstep.comm import has_compiled, uncompiled
 from lockstep.nn.backward import all_engines
-from lockstep.nn.renormed import renormed_rows
+from lockstep.nn.renormed import has_max_norm, renormed_rows
 from lockstep.torch_private import _register_builtin, is_functorch_wrapped_tensor
 
 
@@ -21,6 +22,7 @@ def renorm(
 
     If it is a table of a parallel model, the rows that have changed are noted for the other ranks.
     """
+    _break_graph(weight)
     engines = [] if is_functorch_wrapped_tensor(weight) else all_engines()
     found = [(engine, engine.renormed.table_of(weight)) for engine in engines]
     tables = [(engine, table) for engine, table in found if table is not None]
@@ -32,9 +34,29 @@ def renorm(
         engine.renormed.note(table, rows)
 
 
-def watch_lookups() -> None:
-    """Have torch's functions for embeddings call :func:`renorm` in place of their own."""
+def _break_graph(weight: torch.Tensor) -> None:
+    """Have torch.compile break its graph at a lookup in what may be a table of a parallel model.
+
+    It calls this with a tensor that has the shape of the table, and no values. What it compiled
+    would scale rows without :func:`renorm`.
+    """
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    dynamo: Any = sys.modules.get("torch._dynamo.exc")
+    if fake is None or dynamo is None or not isinstance(weight, fake.FakeTensor):
+        return
+    if any(engine.renormed.has_table_of(weight.shape) for engine in all_engines()):
+        raise dynamo.Unsupported("a lookup with max_norm in a table of a parallel model")
+
+
+def watch_lookups(module: nn.Module) -> None:
+    """Have torch's functions for embeddings call :func:`renorm` in place of their own.
+
+    What was compiled before ``module`` became parallel is compiled again, if its lookups scale
+    rows: they may be in a graph.
+    """
     functional: Any = nn.functional
     if functional._no_grad_embedding_renorm_ is not renorm:
         functional._no_grad_embedding_renorm_ = renorm
         _register_builtin(renorm, "aten::_no_grad_embedding_renorm_")  # scripted code has torch's
+    if has_compiled() and has_max_norm(module):
+        sys.modules["torch._dynamo"].reset()

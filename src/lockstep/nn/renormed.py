@@ -45,6 +45,10 @@ class RenormedRows:
         tables = (table for _, table in self._tables if table.shape == weight.shape)
         return next((table for table in tables if table is weight or _is_same(table, weight)), None)
 
+    def has_table_of(self, shape: torch.Size) -> bool:
+        """Whether a table has this shape."""
+        return any(table.shape == shape for _, table in self._tables)
+
     def note(self, table: nn.Parameter, rows: torch.Tensor) -> None:
         """Note that a lookup has changed ``rows`` of ``table``, if any."""
         self._is_always_told |= not self._is_on_cpu
