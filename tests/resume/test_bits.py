@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.launcher import START_AGAIN, SnapshotMemory, newest_step
+from lockstep.resume import snapshots
 from tests.resume.attempts import Attempts, Ended, undisturbed
 from tests.resume.program import NUM_STEPS
 
@@ -180,6 +183,35 @@ def test_without_a_whole_snapshot_the_checkpoint_is_used(tmp_path: Path) -> None
 def damage(memory: SnapshotMemory, slot: int) -> None:
     memory.view(slot)[700] ^= 4
     memory.close()
+
+
+@pytest.mark.parametrize("change", ["count", "data", "buffer", "none"])
+def test_a_snapshot_that_changes_while_it_is_copied_is_discarded(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(snapshots, "_THREAD_BYTES", 0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    descriptors = SnapshotMemory.create(0)
+    things = {"model": model, "optimizer": optimizer}
+    found = snapshots.Snapshots(SnapshotMemory(descriptors), things, b"k" * 32, 0, "")
+    for step in range(1, 3):
+        with torch.no_grad():
+            model[0].weight += 1
+        found.take(step, {}, None)
+        if change == "count" and step == 2:
+            torch.nn.init.zeros_(model[0].weight)
+        if change == "data" and step == 2:
+            model[0].weight.data.mul_(0.99)
+        if change == "buffer":
+            model(torch.ones(3, 40))
+        found.join()
+    is_torn = change in ("count", "data")
+    assert found.is_torn == is_torn
+    assert sorted(found.usable()) == ([1] if is_torn else [1, 2])
+    found.close()
+    for each in descriptors:
+        os.close(each)
 
 
 def test_snapshots_of_another_program_are_not_used(tmp_path: Path) -> None:

@@ -19,11 +19,16 @@ _MAGIC = b"samples\n"
 
 
 class Samples:
-    """Some elements of each tensor of a plan, from all over the tensor."""
+    """Some elements of each tensor of a plan, from all over the tensor.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: The plan.
+        late: Whether only of what the steps of optimizers alone change.
+    """
+
+    def __init__(self, plan: Plan, *, late: bool = False) -> None:
         self.plan = plan
-        placed = plan.placed[:_MOST_TENSORS]
+        placed = (plan.late if late else plan.placed)[:_MOST_TENSORS]
         self._keys = [key for key, *_ in placed]
         self._sources = [
             each.elements[:: max(1, each.elements.numel() // (_NUM_ELEMENTS - 1))][:_NUM_ELEMENTS]

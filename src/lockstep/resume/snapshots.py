@@ -60,6 +60,7 @@ class Snapshots:
         self._error: Exception | None = None
         self._thread_seconds = 0.0
         self._versions: list[int] = []  # of what the thread copies
+        self._copied: tuple[Samples, bytes] | None = None  # of that too
         self._copies_at_once = False
         self._is_first = True
         self._samples: Samples | None = None
@@ -84,6 +85,7 @@ class Snapshots:
             self.join()
         finally:
             self._targets.clear()
+            self._copied = None
             self._memory.close()
 
     def join(self) -> None:
@@ -94,12 +96,18 @@ class Snapshots:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if self._error is None and self._versions != _versions(self._sources[1]):
+            if self._error is None and self._has_changed():
                 self._memory.discard(1 - self._slot)
                 self.is_torn = True
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _has_changed(self) -> bool:
+        """Whether what the thread has copied was changed since it began; not all can be seen."""
+        assert self._copied is not None
+        samples, expected = self._copied  # p.data.mul_() isn't among the versions
+        return self._versions != _versions(self._sources[1]) or samples.take() != expected
 
     def retake(self) -> None:
         """Take the next one in place of the last, which is torn on a rank: all of it at once."""
@@ -154,6 +162,9 @@ class Snapshots:
         self._copy(slot, live, tensors, memory, late=False)
         if live.late_bytes >= _THREAD_BYTES and not self._copies_at_once:
             self._versions = _versions(self._sources[1])
+            if self._copied is None or self._copied[0].plan is not live:
+                self._copied = Samples(live, late=True), b""
+            self._copied = self._copied[0], self._copied[0].take()
             self._thread = threading.Thread(
                 target=self._finish, args=(slot, live, tensors, memory, header), daemon=True
             )
