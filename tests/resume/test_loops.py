@@ -379,3 +379,44 @@ def test_to_ask_for_the_end_of_an_epoch_draws_no_numbers_of_the_step() -> None:
         ]
 
     assert run(asks=True) == run(asks=False)
+
+
+class WithExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.expert = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(x)) + self.expert(x)
+
+
+def test_a_run_goes_on_whose_model_has_a_part_that_is_parallel_over_some_ranks(
+    tmp_path: Path,
+) -> None:
+    """Ranks 0 and 1 share an expert, and rank 2 has one of its own."""
+
+    def body(world: lockstep.World, path: Path, num_steps: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = WithExpert()
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        lockstep.parallelize(model.expert, process_group=groups[world.rank // 2])
+        lockstep.parallelize(model)
+        data = TensorDataset(torch.randn(90, 3))
+        steps = lockstep.steps(
+            lockstep.DataLoader(data, 3), path, num_steps=7, save_every=2, model=model
+        )
+        found = []
+        for (x,) in steps:
+            model.zero_grad()
+            model(x).square().sum().backward()
+            found += [p.grad.clone() for p in (model.first.weight, model.second.weight)]
+            if steps.step + 1 == num_steps:
+                break
+        return found
+
+    whole = lockstep.launch(body, 3, args=(tmp_path / "whole", 7))
+    lockstep.launch(body, 3, args=(tmp_path / "parts", 4))
+    rest = lockstep.launch(body, 3, args=(tmp_path / "parts", 7))
+    for expected, found in zip(whole, rest, strict=True):
+        assert len(found) >= 6
+        assert all(map(torch.equal, found, expected[-len(found) :]))

@@ -20,6 +20,7 @@ class Progress:
     Args:
         batches: What gives batches.
         things: The program's things.
+        num_ranks: The number of ranks.
 
     Attributes:
         num_done: How many steps are committed.
@@ -27,8 +28,8 @@ class Progress:
         best: The best metric so far.
     """
 
-    def __init__(self, batches: Any, things: Mapping[str, Any]) -> None:
-        self.batches = batches
+    def __init__(self, batches: Any, things: Mapping[str, Any], num_ranks: int) -> None:
+        self.batches, self._num_ranks = batches, num_ranks
         self.num_done, self.seed = 0, 0
         self.best: float | None = None
         self._modes = Modes(things)
@@ -46,7 +47,7 @@ class Progress:
             "best": self.best,
             "batches": self.batches.state(),
             "modes": self._modes.state(),
-            "orders": gradient_orders(self._parameters()),
+            "orders": gradient_orders(self._parameters(), self._num_ranks),
         }
 
     def load(self, state: Mapping[str, Any], loader_state: Any) -> None:
@@ -63,4 +64,4 @@ class Progress:
         self.num_done, self.seed, self.best = state["step"], state["seed"], state["best"]
         self.batches.load(state["batches"], loader_state)
         self._modes.put(state["modes"])
-        expect_gradient_orders(self._parameters(), state["orders"])
+        expect_gradient_orders(self._parameters(), self._num_ranks, state["orders"])

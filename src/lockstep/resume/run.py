@@ -74,7 +74,7 @@ class Steps(Generic[T]):
     ) -> None:
         self._ranks, self._batches, self._things = ranks, batches, things
         self._checkpoints, self._pace = checkpoints, pace
-        self._progress = Progress(batches, things)
+        self._progress = Progress(batches, things, ranks.size)
         self._accumulation = Accumulation(things, tells=ranks.rank == 0)
         self._seeds = Seeds()
         self._loops = context_of(ranks.group).get(_Loops)
