@@ -200,6 +200,26 @@ def test_hosts_that_have_saved_are_to_be_started_again(bench: Bench) -> None:
     assert 1 <= int(first[0].split()[3]) < 20
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_signal_while_hosts_agree_on_the_outcome_ends_both(bench: Bench, host: int) -> None:
+    """One is suspended meanwhile, and the other has a rank that failed."""
+    runs = TwoHosts(bench).waiting()
+    runs[1 - host].send_signal(signal.SIGSTOP)
+    rank_below(runs[host].pid).kill()
+    time.sleep(1)
+    runs[host].send_signal(signal.SIGTERM)
+    time.sleep(0.7)
+    runs[1 - host].send_signal(signal.SIGCONT)
+    for number, run in enumerate(runs):
+        out, err = run.communicate(timeout=100)
+        assert not lines_of(out, number), err  # no attempt follows
+        assert f"rank {host} of 2 failed first" in err
+        # The other host may hear of the signal as its ranks are ended: it tells the failure alone.
+        codes = {128 + signal.SIGTERM} | ({128 + signal.SIGKILL} if number != host else set())
+        assert run.returncode in codes, err
+        assert ("ended by SIGTERM" in err) == (run.returncode == 128 + signal.SIGTERM)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 def test_hosts_of_a_network_lose_no_bit(bench: Bench, kind: str) -> None:
@@ -236,6 +256,9 @@ class Answers(dist.Store):
     def get(self, key: str) -> bytes:
         return b"a decision"
 
+    def check(self, keys: list[str]) -> bool:
+        return False
+
     def add(self, key: str, number: int) -> int:
         time.sleep(2)
         raise RuntimeError("the network was cut")
@@ -246,6 +269,7 @@ def test_a_decision_that_host_0_does_not_hear_was_heard_is_taken(
 ) -> None:
     monkeypatch.setattr("lockstep.launcher.hosts._DECIDE_SECONDS", 0.2)
     host = Host.__new__(Host)
-    host.__dict__ |= {"_agreement": True, "_store": Answers()}
-    host.__dict__["_endpoint"] = SimpleNamespace(is_held=False)
+    store = Answers()
+    host.__dict__ |= {"_agreement": True, "_store": store, "_root": store, "attempt": 0}
+    host.__dict__ |= {"_endpoint": SimpleNamespace(is_held=False), "_number": 1}
     assert host.decide("", is_restart=True, lost=None) == "a decision"

@@ -59,6 +59,7 @@ class Attempts:
         self._signals = processes.SignalPipe(job.stop_signals)
         self._record = Record(job.restarts)
         self._host: Host | None = None  # of the newest attempt
+        self._ended_by = 0  # the first signal that came while the outcome was settled
         self._run_id = ""
         self._begun_at: int | None = None  # the step that the attempt goes on from
 
@@ -79,6 +80,9 @@ class Attempts:
                     return outcome
                 if outcome.lost_host == 0:  # and so is the store where all would meet
                     return outcome
+                if self._ended_by:
+                    self._say(printable_lines(outcome.message or ""))
+                    return self._interrupted(None)
                 verdict = self._decide(outcome)
                 if verdict is not Verdict.RESTART:
                     return _given_up(outcome, verdict)
@@ -90,10 +94,12 @@ class Attempts:
             return Outcome(2, message=str(error))
 
     def _interrupted(self, attempt: Attempt | None) -> Outcome:
-        """The outcome if a signal came before the ranks have begun."""
+        """The outcome if a signal came before the ranks have begun, or begin again."""
         if attempt is not None:
             self._drop(attempt)
-        number = self._signals.take_ending()[0]
+        number = self._ended_by or self._signals.take_ending()[0]
+        if self._host is not None:
+            self._host.end_by(number)
         message = f"ended by {signal_name(number)}; no rank is left running."
         return self._with_last_snapshot(Outcome(128 + number, message=message))
 
@@ -175,9 +181,14 @@ class Attempts:
             watch.run(StartOfMany(self._job, self._status), self._zygote.spare, when_failed)
         finally:
             self._dismiss(attempt)
-        outcome = self._host.settle(watch.outcome(), self._signals.take_ending)
+        outcome = self._host.settle(watch.outcome(), self._take_ending)
         watch.close()
         return outcome
+
+    def _take_ending(self) -> list[int]:
+        found = self._signals.take_ending()
+        self._ended_by = self._ended_by or next(iter(found), 0)
+        return found
 
     def _may_follow(self) -> bool:
         if self._job.meeting is not None:  # host 0 decides
@@ -212,6 +223,9 @@ class Attempts:
             lost = outcome.lost_host
             text = self._host.decide(text, is_restart=is_restart, lost=lost)
             verdict, words = Decision.of(text)
+        except Ended:
+            self._say(printable_lines(outcome.message or ""))
+            raise
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"{outcome.message}\nHost 0 didn't tell whether the ranks are started again: "

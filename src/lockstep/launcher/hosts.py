@@ -247,6 +247,7 @@ class Host:
 
         Raises:
             RuntimeError: If host 0 doesn't answer.
+            Ended: If a signal has ended host 0 instead: see :meth:`end_by`.
         """
         if self._agreement is None:
             return text
@@ -264,10 +265,11 @@ class Host:
 
     def _hear_decision(self) -> bytes:
         """Return what host 0 has decided, and tell it that this host has heard of it."""
-        heard = list[bytes]()
+        heard = list[tuple[bytes, Outcome | None]]()
 
         def hear() -> None:
-            heard.append(self._store.get("decision"))
+            decision, following = self._store.get("decision"), self._store_of(self.attempt + 1)
+            heard.append((decision, told_interruption(following, self._number, self._name)))
             self._store.add("heard", 1)
 
         try:
@@ -275,7 +277,31 @@ class Host:
         except RuntimeError:
             if not heard:  # else only host 0 loses by it: it waits for longer
                 raise
-        return heard[0]
+        decision, ended = heard[0]
+        if ended is not None:
+            raise Ended(ended)
+        return decision
+
+    def end_by(self, number: int) -> None:
+        """Tell all hosts that the signal ``number`` ends this one, and them, between attempts.
+
+        They hear of it where they look for the decision on a restart, or meet for the next attempt.
+        """
+        if self._agreement is None:
+            return
+        following = self._store_of(self.attempt + 1)
+
+        def tell() -> None:
+            following.set(f"name/{self._number}", socket.gethostname())
+            tell_interruption(following, number, 0.0, self._number)
+
+        with contextlib.suppress(RuntimeError):
+            answered(tell, _HEAR_SECONDS)
+            if self._endpoint.is_held:
+                self.decide("", is_restart=False, lost=None)
+                time.sleep(_HEAR_SECONDS)  # for those that had heard of a restart
+            else:
+                answered(partial(self._store.add, "heard", 1), _HEAR_SECONDS)
 
     def _take_number(self, meeting: Meeting) -> int:
         """The number of this host: the one that it was given, or the first that is free."""
