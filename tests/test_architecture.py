@@ -89,7 +89,7 @@ SHELVES = {
         "data": 2_700,
         "optim": 4_400,
         "checkpoint": 2_850,
-        "resume": 2_075,
+        "resume": 2_125,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
         "values": BUDGET_OF_A_MODULE,

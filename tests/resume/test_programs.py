@@ -97,6 +97,18 @@ def test_what_fails_alike_goes_on_from_an_older_state(
     assert f"The run goes on from {from_what}" in found.errors
 
 
+def test_a_checkpoint_of_the_same_step_as_a_snapshot_is_no_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots are those after steps 9 and 8, checkpoints those after 9, 6 and 3."""
+    monkeypatch.setenv("NOTICED_AT", "9")
+    expected = run("phases")
+    found = run("phases", path=tmp_path / "run", poison=6)
+    assert found.digests == expected.digests
+    onwards = re.findall(r"came (\d) times. The run goes on from (\D+ \d+)", found.errors)
+    assert onwards == [("2", "the snapshot after step 8"), ("3", "the checkpoint 000002")]
+
+
 @pytest.mark.parametrize("has_path", [False, True])
 def test_a_program_with_two_loops_goes_on_in_the_second(tmp_path: Path, has_path: bool) -> None:
     """Without folders it repeats the first one, whose snapshots are overwritten."""

@@ -10,10 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import OfRank, Ranks, background_of, load, save
+from lockstep.checkpoint import OfRank, Ranks, background_of, load, open_newest, save
 from lockstep.deadline import Deadline
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
 from lockstep.resume.local_values import local_values, put_local
+from lockstep.tree import decode
 
 # The name of what steps() keeps of itself, beside the program's things.
 STATE = "steps"
@@ -160,3 +161,19 @@ class Checkpoints:
             names = sorted(filter(_NUMBER.fullmatch, os.listdir(self.path)), key=int, reverse=True)
         found: list[str] = self._ranks.gather(None, names)[0]
         return found
+
+    def steps_of(self, numbers: Sequence[str]) -> list[int]:
+        """Return how many steps each has, -1 of one that isn't whole. Every rank calls it."""
+        steps = [step_of(self.path / each) for each in numbers] if self._ranks.rank == 0 else []
+        found: list[int] = self._ranks.gather(None, steps)[0]
+        return found
+
+
+def step_of(path: Path) -> int:
+    """Return how many steps the newest checkpoint has, -1 if there is none that is whole."""
+    try:
+        manifest = open_newest(path)
+        tree = manifest.facts["things"][STATE]["tree"]
+        return int(manifest.parse(decode, tree, manifest.read)["step"])
+    except (CheckpointError, KeyError):
+        return -1

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint import Snapshot, merged, open_newest, save_snapshots, tensor_names
+from lockstep.checkpoint import Snapshot, merged, save_snapshots, tensor_names
 from lockstep.errors import CheckpointError
 from lockstep.launcher import SnapshotHeader, SnapshotMemory, WrittenOut
-from lockstep.resume.checkpoints import LOADER, LOCAL, STATE
+from lockstep.resume.checkpoints import LOADER, LOCAL, STATE, step_of
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.snapshots import checksum_of
 from lockstep.tree import decode
@@ -86,7 +86,7 @@ def _written(every: Sequence[_Of]) -> WrittenOut:
     ranks = [each.header.rank for each in every]
     if ranks != [*range(len(every))] or {each.header.path for each in every} != {path}:
         return WrittenOut(step, path, "the ranks here aren't all ranks of one run over steps()")
-    if _newest_step(Path(path)) >= step:
+    if step_of(Path(path)) >= step:
         return WrittenOut(step, path)
     snapshots = [each.snapshot for each in every]
     seed, apart = first.values["seed"], _apart(snapshots)
@@ -99,16 +99,6 @@ def _written(every: Sequence[_Of]) -> WrittenOut:
         lambda rank: seed_step(seed, step, rank),
     )
     return WrittenOut(step, path, is_new=True)
-
-
-def _newest_step(path: Path) -> int:
-    """Return how many steps the newest checkpoint has, -1 if there is none that is whole."""
-    try:
-        manifest = open_newest(path)
-        tree = manifest.facts["things"][STATE]["tree"]
-        return int(manifest.parse(decode, tree, manifest.read)["step"])
-    except (CheckpointError, KeyError):
-        return -1
 
 
 def _apart(snapshots: Sequence[Snapshot]) -> list[str]:

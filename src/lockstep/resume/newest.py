@@ -36,23 +36,52 @@ def load_newest(
     every = ranks.gather(None, [usable, num_alike])
     common = sorted(set.intersection(*({*steps} for steps, _ in every)), reverse=True)
     saved = [] if checkpoints is None else checkpoints.numbers()
-    num_older = max(0, max(alike for _, alike in every) - 1)
-    num_older = max(0, min(num_older, len(common) + len(saved) - 1))
-    older, saved = common[num_older:], saved[max(0, num_older - len(common)) :]
-    if num_older and ranks.rank == 0:
-        newest = f"the snapshot after step {older[0]}" if older else f"the checkpoint {saved[0]}"
-        _log.warning(
-            "The same failure came %s times. The run goes on from %s, as what is newer may be its "
-            "cause.",
-            num_alike,
-            newest,
-        )
+    num_alike = max(alike for _, alike in every)
+    if num_alike > 1:
+        all_of_them = common, saved
+        common, saved = _older(snapshots, checkpoints, common, saved, num_alike - 1)
+        if ranks.rank == 0 and (common, saved) != all_of_them:
+            newest = f"snapshot after step {common[0]}" if common else f"checkpoint {saved[0]}"
+            _log.warning(
+                "The same failure came %s times. The run goes on from the %s, as what is newer may "
+                "be its cause.",
+                num_alike,
+                newest,
+            )
     if snapshots is not None:
-        snapshots.discard(but=older)
-    if older:
+        snapshots.discard(but=common)
+    if common:
         assert snapshots is not None
-        return _restored(ranks, snapshots, older[0])
+        return _restored(ranks, snapshots, common[0])
     return None if checkpoints is None else checkpoints.load_first(saved)
+
+
+def _older(
+    snapshots: Snapshots | None,
+    checkpoints: Checkpoints | None,
+    common: list[int],
+    saved: list[str],
+    num_older: int,
+) -> tuple[list[int], list[str]]:
+    """Return the snapshots and checkpoints that are left without so many states, the newest ones.
+
+    A snapshot and a checkpoint after the same step are one state. If a checkpoint is to be next, no
+    snapshots are returned. The oldest state always stays. Every rank calls it; it blocks.
+    """
+    states: dict[int, tuple[list[int], list[str]]] = {}  # by how many steps of the run they have
+    if checkpoints is not None:
+        numbers = zip(checkpoints.steps_of(saved), saved, strict=True)
+        whole = [(step, number) for step, number in numbers if step >= 0]
+        for at, (step, _) in enumerate(whole):
+            states.setdefault(step, ([], [number for _, number in whole[at:]]))
+        newest = whole[0][0] if whole else -1
+    if snapshots is not None and common:
+        done = [snapshots.steps_of_run(step) for step in common]
+        states |= {step: (common[at:], saved) for at, step in enumerate(done)}
+        newest = done[0]
+    # Later ones than what is the newest are from before the run went on from an older state.
+    steps = sorted((step for step in states if step <= newest), reverse=True) if states else []
+    return states[steps[min(num_older, len(steps) - 1)]] if steps else (common, saved)
 
 
 def _restored(ranks: Ranks, snapshots: Snapshots, step: int) -> State:

@@ -265,6 +265,19 @@ class Snapshots:
             found.append(header.step)
         return found
 
+    def steps_of_run(self, step: int) -> int:
+        """Return how many steps the snapshot of ``step``, which counts all loops, has of its own.
+
+        ``usable()`` has returned it.
+        """
+        slot = self._memory.slot_of(step)
+        assert slot is not None
+        header = self._memory.header(slot)
+        assert header is not None
+        texts = self._memory.texts(slot, header)
+        assert texts is not None
+        return int(json.loads(texts[1])["values"]["step"])
+
     def restore(self, step: int) -> tuple[dict[str, Any], Any]:
         """Put back the snapshot of ``step``.
 

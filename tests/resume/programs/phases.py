@@ -20,7 +20,7 @@ from lockstep.resume import checkpoints, local_values, snapshots
 from tests.resume.programs import ends
 
 POISON = int(os.environ.get("POISON", "-1"))
-NOTICED_AT = 8
+NOTICED_AT = int(os.environ.get("NOTICED_AT", "8"))
 number = -1  # of the step that runs
 
 
@@ -58,9 +58,8 @@ def main(path: str | None) -> None:
     end_in(checkpoints, "save", "save")
     end_in(local_values, "put_local", "load")
     loader = lockstep.DataLoader(Samples(x), 6, shuffle=True)
-    steps = lockstep.steps(
-        loader, path, epochs=2, save_every=3, snapshot_every=1, model=model, optimizer=optimizer
-    )
+    every = {"save_every": 3, "snapshot_every": 1, "keep": 3}
+    steps = lockstep.steps(loader, path, epochs=2, **every, model=model, optimizer=optimizer)
     for (batch,) in steps:
         number = steps.step
         ends.here(number, "forward")
