@@ -380,6 +380,27 @@ def test_all_parameters_that_one_rank_puts_in_behind_torchs_back_are_named_on_al
     run_ranks(2, body, backend=backend)
 
 
+def test_a_rank_without_backward_takes_what_is_put_in_once() -> None:
+    """The backward of the other rank has taken it by then."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor | None]:
+        model = in_place(net(), group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        take_step(model, parts(2)[rank], optimizer)
+        loss = model(parts(2)[rank]).square().sum()
+        replace_parameters(model)
+        if rank == 1:
+            loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        model(parts(2)[rank]).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    first, second = run_ranks(2, body)
+    for mine, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
 def set_parameters(model: nn.Module) -> None:
     for part in model.modules():
         for name, parameter in [*part.named_parameters(recurse=False)]:

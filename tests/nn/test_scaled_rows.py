@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.errors import CollectiveFailed, ModelError
+from lockstep.nn.backward import engines_with
 from tests.comm.ranks_on_hosts import run_hosts
 from tests.counts import num_examples, pairs
 from tests.nn.parallel import BOTH, in_place, wrapped
@@ -353,6 +354,22 @@ def test_a_table_that_is_looked_up_twice(size: int) -> None:
     means = torch.tensor(found, dtype=torch.float64).mean(0)
     torch.testing.assert_close(means.tolist(), losses, rtol=1e-12, atol=1e-12)
     check_same([*models], expected)
+
+
+def test_a_function_on_a_device_whose_ranks_do_not_know_of_it_is_refused() -> None:
+    """Before it scales rows; a rank that alone exchanged some would wait for the others."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(build("function"), group)
+        elsewhere = nn.Parameter(torch.empty(1, device="meta"))
+        for engine in engines_with([model.table.weight]):
+            engine.renormed.find(model, [*model.named_parameters(), ("other", elsewhere)])
+        before = model.table.weight.detach().clone()
+        with pytest.raises(ModelError, match=r"that isn't on the CPU alone: .* nn.Embedding\(max"):
+            model(words(0, rank))
+        assert torch.equal(model.table.weight, before)
+
+    run_ranks(2, body)
 
 
 def scripted() -> nn.Module:

@@ -214,7 +214,8 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
                 if not engine.is_stale:  # then a backward would refresh it
                     backward_sync_of(engine.process_group).take_part(engine)
                 finish_failed(engine.process_group)
-                engine.take_put_behind()
+                if engine.put_behind():  # other ranks' backward has not taken them yet
+                    engine.take_put_behind()
 
 
 def _refuse_scaled_rows(

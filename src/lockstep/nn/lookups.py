@@ -29,6 +29,8 @@ def renorm(
     if not tables:
         torch.embedding_renorm_(weight.detach(), input, max_norm, norm_type)
         return
+    for engine, _ in tables:
+        engine.renormed.refuse_untold()
     rows = renormed_rows(weight, input, max_norm, norm_type)
     for engine, table in tables:
         engine.renormed.note(table, rows)

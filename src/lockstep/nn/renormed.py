@@ -49,9 +49,17 @@ class RenormedRows:
         """Whether a table has this shape."""
         return any(table.shape == shape for _, table in self._tables)
 
+    def refuse_untold(self) -> None:
+        """Raise if a lookup is about to scale rows, and the other ranks couldn't know of them."""
+        if not self._is_on_cpu and not self._is_always_told:
+            raise ModelError(
+                "F.embedding() is called with max_norm, in a parallel model that isn't on the CPU "
+                "alone: other ranks would not know that there are scaled rows to take over. Use "
+                "nn.Embedding(max_norm=...) or nn.EmbeddingBag, of which all ranks know."
+            )
+
     def note(self, table: nn.Parameter, rows: torch.Tensor) -> None:
         """Note that a lookup has changed ``rows`` of ``table``, if any."""
-        self._is_always_told |= not self._is_on_cpu
         if len(rows):
             self._noted.setdefault(id(table), []).append(rows)
 
