@@ -75,6 +75,7 @@ def test_a_rank_may_be_killed_in_each_phase(tmp_path: Path) -> None:
     found = run("phases", *kills, path=tmp_path / "run")
     assert found.digests == expected.digests
     assert len(found.failed_in) == len(kills)
+    assert "the program begins anew, or at its newest checkpoint. " in found.errors
     for kill, step, onwards in zip(kills, found.failed_in, found.went_on_from, strict=True):
         planned = int(kill.split(":")[0])
         if planned >= 0:
@@ -117,4 +118,5 @@ def test_a_program_with_two_loops_goes_on_in_the_second(tmp_path: Path, has_path
     found = run("two_loops", "4:1:forward", "8:0:forward", "10:1:forward", path=path)
     assert found.digests == expected.digests
     assert found.failed_in == [4, 8, 10]
+    assert ("steps() number 2 of this program has no path" in found.errors) != has_path
     assert found.went_on_from == [4, 8, 10]

@@ -242,7 +242,7 @@ class Attempts:
         if len(reason) > _MOST_REASON:
             reason = reason[: _MOST_REASON - 3] + "..."
         who = f"rank {outcome.rank} of {self._host.world_size} failed in step {incident.step}"
-        onwards = "the program begins anew"
+        onwards = "the program begins anew, or at its newest checkpoint"
         if incident.committed is not None:
             onwards = f"all go on from step {incident.committed}"
             if self._record.num_alike > 1:  # see lockstep.resume.newest

@@ -84,6 +84,13 @@ class Steps(Generic[T]):
         self._snapshots: Snapshots | None = None
         if memory is not None:
             path = "" if checkpoints is None else str(checkpoints.path)
+            if not path and self._loops.number and ranks.rank == 0:
+                _log.warning(
+                    "steps() number %s of this program has no path, and memory has snapshots of "
+                    "one loop at a time: a restart repeats the earlier loops, and this one. Give "
+                    "each steps() a path of its own.",
+                    self._loops.number + 1,
+                )
             key = key_of(ranks, path, things, self._loops.number)
             self._snapshots = Snapshots(memory, things, key, ranks.rank, path)
         self._loops.number += 1
