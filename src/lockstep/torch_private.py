@@ -43,6 +43,8 @@ def forward_level() -> int:
 
 # Whether a tensor is one that torch.func's grad(), vmap() or jvp() calls a function with.
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+# The tensor within, which may be wrapped too.
+get_unwrapped = torch._C._functorch.get_unwrapped
 # Its queue_callback() calls a function at the end of the running backward.
 _execution_engine = torch.autograd.Variable._execution_engine
 

@@ -372,8 +372,37 @@ def test_a_function_on_a_device_whose_ranks_do_not_know_of_it_is_refused() -> No
     run_ranks(2, body)
 
 
+def test_a_transform_does_not_scale_rows_unseen() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(build(), group)
+
+        def loss(table: torch.Tensor) -> torch.Tensor:
+            return F.embedding(words(0, rank), table, max_norm=0.1).sum()
+
+        table = model.table.weight.detach()
+        before = table.clone()
+        once = torch.func.grad(loss)
+        for gradient in (once, torch.func.grad(lambda table: once(table).sum())):
+            gradient(table.clone())
+            with pytest.raises(ModelError, match=r"A transform of torch\.func is about to"):
+                gradient(table)
+        assert torch.equal(table, before)
+
+    run_ranks(2, body)
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Embedding(2, 2, max_norm=1.0)))
+
+
+def traced() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Embedding(2, 2, max_norm=1.0)))
+    model[0] = torch.jit.trace(model[0], (torch.tensor([1]),))
+    return model
+
+
+def frozen() -> nn.Module:
+    return nn.Embedding(2, 2, scale_grad_by_freq=True).requires_grad_(False)
 
 
 REFUSED = {
@@ -382,11 +411,13 @@ REFUSED = {
     ),
     "'second.weight' is the table of 'first.weight' too": lambda: Tied(max_norm=1.0, norm_type=1.0),
     "'0.weight' has max_norm=1.0, in a scripted module": scripted,
+    "'0', a part that was traced, looks up a table with max_norm": traced,
+    "'weight' has scale_grad_by_freq=True: torch": frozen,
     "'weight' has scale_grad_by_freq=True": lambda: nn.Embedding(2, 2, scale_grad_by_freq=True),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("message", REFUSED)
 def test_tables_that_ranks_can_not_have_alike_are_refused(message: str) -> None:
     model = REFUSED[message]()
@@ -394,5 +425,15 @@ def test_tables_that_ranks_can_not_have_alike_are_refused(message: str) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         with pytest.raises(ModelError, match=message):
             in_place(model, group)
+
+    run_ranks(2, body)
+
+
+def test_an_ignored_table_is_each_ranks_own() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 1))
+        model._ddp_params_and_buffers_to_ignore = ["0.weight"]
+        model = lockstep.DistributedDataParallel(model, process_group=group)
+        model(torch.tensor([rank, 1])).sum().backward()
 
     run_ranks(2, body)

@@ -140,7 +140,10 @@ def test_it_prints_as_text_and_in_a_notebook() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Embedding(200_000, 8), "sparse=True) sends the rows"),
+        (
+            nn.Embedding(200_000, 8),
+            "sparse=True) sends the rows that are used, with SGD, Adagrad or",
+        ),
         (nn.Linear(2, 2).double(), "in float64"),
         (nn.BatchNorm2d(2), "The model is a BatchNorm2d"),
         (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 300_000)), "More than half of the bytes"),
@@ -177,6 +180,10 @@ def test_parameters_that_are_not_sent_have_no_part_of_the_bytes() -> None:
     model = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)
     assert explained(2, model).to_dict()["unusual"] == []
+
+
+def test_sparse_gradients_are_not_proposed_where_torch_has_none() -> None:
+    assert explained(2, nn.EmbeddingBag(200_000, 8, mode="max")).to_dict()["unusual"] == []
 
 
 def test_ignored_parameters_are_named() -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lockstep.comm import has_compiled, uncompiled
+from lockstep.errors import ModelError
 from lockstep.nn.backward import all_engines
 from lockstep.nn.renormed import has_max_norm, renormed_rows
-from lockstep.torch_private import _register_builtin, is_functorch_wrapped_tensor
+from lockstep.torch_private import _register_builtin, get_unwrapped, is_functorch_wrapped_tensor
 
 
 @uncompiled
@@ -23,12 +24,20 @@ def renorm(
     If it is a table of a parallel model, the rows that have changed are noted for the other ranks.
     """
     _break_graph(weight)
-    engines = [] if is_functorch_wrapped_tensor(weight) else all_engines()
-    found = [(engine, engine.renormed.table_of(weight)) for engine in engines]
+    inner = weight
+    while is_functorch_wrapped_tensor(inner):
+        inner = get_unwrapped(inner)
+    found = [(engine, engine.renormed.table_of(inner)) for engine in all_engines()]
     tables = [(engine, table) for engine, table in found if table is not None]
     if not tables:
         torch.embedding_renorm_(weight.detach(), input, max_norm, norm_type)
         return
+    if inner is not weight:
+        raise ModelError(
+            "A transform of torch.func is about to scale rows of a parallel model's table, in a "
+            "lookup with max_norm: nobody sees which, and the ranks' tables would become "
+            "different. Give the function a copy of the table, as weight.detach().clone()."
+        )
     for engine, _ in tables:
         engine.renormed.refuse_untold()
     rows = renormed_rows(weight, input, max_norm, norm_type)

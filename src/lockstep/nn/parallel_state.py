@@ -372,7 +372,8 @@ def _refusal(
                 "the bare model, once."
             )
     if group is not None:
-        refusal = refusal_of_divided(module, options.ignored) or refusal_of_tables(module)
+        divided = refusal_of_divided(module, options.ignored)
+        refusal = divided or refusal_of_tables(module, options.ignored)
         if refusal is not None:
             return refusal
     trained = False

@@ -100,11 +100,23 @@ class RenormedRows:
                 values[theirs] = scaled
 
 
-def refusal_of_tables(module: nn.Module) -> ModelError | None:
-    """Return why the ranks' lookups in a table of ``module`` can't be those of one process."""
+def refusal_of_tables(module: nn.Module, left_out: Collection[str] = ()) -> ModelError | None:
+    """Return why the ranks' lookups in a table of ``module`` can't be those of one process.
+
+    The tables ``left_out`` by name are each rank's own.
+    """
     norms: dict[int, tuple[str, tuple[float, float]]] = {}
     for name, each in module.named_modules():
         place = f"{name}.weight" if name else "weight"
+        if place in left_out:
+            continue
+        if isinstance(each, torch.jit.TopLevelTracedModule) and _scales_rows(each):
+            where = f"{name!r}, a part" if name else "The model"
+            return ModelError(
+                f"{where} that was traced, looks up a table with max_norm: nobody sees which rows "
+                "its lookups scale, and the ranks' tables would become different. Leave it to "
+                "Python, or give it to torch.compile()."
+            )
         is_scripted = getattr(each, "original_name", None) in ("Embedding", "EmbeddingBag")
         if is_scripted and getattr(each, "max_norm", None) is not None:
             return ModelError(
@@ -114,7 +126,7 @@ def refusal_of_tables(module: nn.Module) -> ModelError | None:
             )
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
-        if each.scale_grad_by_freq and each.weight.requires_grad:
+        if each.scale_grad_by_freq:  # a frozen table may be trained later
             return ModelError(
                 f"{place!r} has scale_grad_by_freq=True: torch would divide a row's gradient by "
                 "the number of its lookups on this rank, and not by that in the whole batch. "
@@ -130,6 +142,10 @@ def refusal_of_tables(module: nn.Module) -> ModelError | None:
                     "the rank that looks it up. Give both the same."
                 )
     return None
+
+
+def _scales_rows(traced: torch.jit.ScriptModule) -> bool:
+    return "embedding_renorm" in str(getattr(traced, "inlined_graph", ""))
 
 
 def has_max_norm(module: nn.Module) -> bool:

@@ -398,12 +398,14 @@ def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str
             name in sent - tied
             and isinstance(part, nn.Embedding | nn.EmbeddingBag)
             and not part.sparse
+            and getattr(part, "mode", "") != "max"  # of which torch has no sparse gradients
             and parameter.nbytes > max(_LITTLE_BYTES, total / 4)
         ):
             yield {
                 "what": f"{name} has {parameter.nbytes / total:.0%} of all bytes that are sent, "
                 "those of rows that no sample uses too.",
-                "mend": f"nn.{type(part).__name__}(..., sparse=True) sends the rows that are used.",
+                "mend": f"nn.{type(part).__name__}(..., sparse=True) sends the rows that are used, "
+                "with SGD, Adagrad or SparseAdam.",
             }
     sizes = {p.nbytes: n for n, p in module.named_parameters() if n in sent and p.is_cpu}
     if sizes and max(sizes) > _MAPPED_BYTES and pages_in_large_blocks(os.environ):
