@@ -7,12 +7,16 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from lockstep.launcher import START_AGAIN
+from lockstep.launcher import START_AGAIN, WrittenOut
+from lockstep.launcher.last_snapshot import write_out
 from tests.launcher.bench import Bench, lines_of
 
 pytestmark = pytest.mark.forks
@@ -248,6 +252,39 @@ def test_checkpoint_of_the_launcher_that_cant_be_written_is_told(bench: Bench) -
     _, err = run.communicate(timeout=100)
     assert run.returncode == 128 + signal.SIGTERM
     assert "the last snapshot wasn't written as a checkpoint: The checkpoint was not saved" in err
+
+
+def written_by(
+    text: str, monkeypatch: pytest.MonkeyPatch, number: int = 0, seconds: float = 60
+) -> WrittenOut:
+    """What comes of a writer with this script, which gets SIGTERM; the launcher another."""
+
+    def take_signals() -> list[int]:
+        for child in psutil.Process().children():
+            if os.getsid(child.pid) == child.pid:
+                child.terminate()
+        return [number]
+
+    command = ["env", sys.executable, "-S", "-c", f"import subprocess, time; {text}"]
+    monkeypatch.setattr("lockstep.launcher.last_snapshot.command_of", lambda *_: command)
+    return write_out([], take_signals, seconds)
+
+
+def test_writer_of_the_last_snapshot_is_not_ended_by_a_schedulers_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert written_by("time.sleep(1); print('{\"step\": 3}')", monkeypatch).step == 3
+
+
+def test_writing_the_last_snapshot_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where something is left that holds the pipes open."""
+    text = "time.sleep(60)"
+    assert written_by(text, monkeypatch, signal.SIGINT).error == "Ctrl-C came"
+    assert "longer than 0.3 s" in written_by(text, monkeypatch, seconds=0.3).error
+    monkeypatch.setattr("lockstep.launcher.last_snapshot._KILL_SECONDS", 0.3)
+    holding, begun = f"subprocess.Popen(['sleep', '4']); {text}", time.monotonic()
+    assert "longer than 0.5 s" in written_by(holding, monkeypatch, seconds=0.5).error
+    assert time.monotonic() - begun < 3
 
 
 @pytest.mark.parametrize("value", ["SIGTERM", "SIGKILL", "12", ""])

@@ -26,6 +26,7 @@ from lockstep.status import RankState, RunStatus
 from lockstep.world import restart_environment
 
 _MOST_REASON = 120  # characters in the line about a restart
+_WRITING_SECONDS = 300.0  # for the last snapshot, at least: a disk of the network may hang
 _WRITING = "the last snapshot is being written as a checkpoint, in some seconds. Ctrl-C ends that."
 
 
@@ -113,7 +114,8 @@ class Attempts:
             return outcome  # the other hosts' ranks have the rest of the state
         if any(header.path for header in self._snapshots[0].headers().values()):
             self._say(_WRITING)
-            written = write_out(self._descriptors, self._signals.take_ending)
+            most_seconds = max(self._job.grace_seconds or 0.0, _WRITING_SECONDS)
+            written = write_out(self._descriptors, self._signals.take_ending, most_seconds)
         return with_last_snapshot(outcome, written)
 
     def _say(self, words: str) -> None:

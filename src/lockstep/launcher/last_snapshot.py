@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from lockstep.deadline import Deadline
 from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.interpreter import command_of
 
 _POLL_SECONDS = 0.05
+_KILL_SECONDS = 5.0  # until a process is left that SIGKILL doesn't end, as on a disk that hangs
 _WRITER = "lockstep.resume.last_snapshot"
 
 
@@ -30,36 +32,59 @@ class WrittenOut(NamedTuple):
 
 
 def write_out(
-    descriptors: Sequence[tuple[int, int]], take_signals: Callable[[], Collection[int]]
+    descriptors: Sequence[tuple[int, int]],
+    take_signals: Callable[[], Collection[int]],
+    most_seconds: float,
 ) -> WrittenOut:
     """Have the newest snapshot that all ranks have written as a checkpoint; Ctrl-C ends that.
 
     Args:
         descriptors: Those of the memories for snapshots, in the order of ranks.
         take_signals: Returns the ending signals that have come since it was called last.
+        most_seconds: How long that may take.
     """
-    writer = subprocess.Popen(
-        command_of(_WRITER, json.dumps(descriptors)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[each for pair in descriptors for each in pair],
-        start_new_session=True,  # Ctrl-C comes to this process alone
-    )
-    with writer:
-        while True:
-            try:
-                told, errors = writer.communicate(timeout=_POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                if signal.SIGINT in take_signals():
-                    writer.kill()
+    writer = _start(descriptors)
+    limit, told, errors, ended = Deadline(most_seconds), b"", b"", ""
+    while True:
+        try:
+            told, errors = writer.communicate(timeout=_POLL_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            is_over = not limit.left()
+        if ended and is_over:
+            break
+        if not ended and (is_over or signal.SIGINT in take_signals()):
+            ended = "Ctrl-C came"
+            if is_over:
+                ended = f"that took longer than {most_seconds:g} s; a longer --grace allows more"
+            writer.kill()
+            limit = Deadline(_KILL_SECONDS)
+    writer.poll()
+    for pipe in (writer.stdout, writer.stderr):
+        assert pipe is not None
+        pipe.close()
     try:
         return WrittenOut(**json.loads(told))
     except (ValueError, TypeError):
         lines = errors.decode(errors="replace").strip().splitlines()
         how = lines[-1] if lines else f"the process that writes it ended with {writer.returncode}"
-        return WrittenOut(error=how)
+        return WrittenOut(error=ended or how)
+
+
+def _start(descriptors: Sequence[tuple[int, int]]) -> subprocess.Popen[bytes]:
+    # Schedulers send their signals to every process of a job, and this one is to come to its end.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        return subprocess.Popen(
+            command_of(_WRITER, json.dumps(descriptors)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[each for pair in descriptors for each in pair],
+            start_new_session=True,  # Ctrl-C comes to this process alone
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def with_last_snapshot(outcome: Outcome, written: WrittenOut) -> Outcome:
