@@ -240,6 +240,7 @@ def test_strangers_at_the_endpoint_keep_nobody_waiting(bench: Bench) -> None:
     ("options", "says"),
     [
         (["--node-rank", 0], "can't listen at the rendezvous endpoint"),
+        (["--node-rank", 1, "--restarts", 3], "on 2 hosts with --restarts 3, but those who meet"),
         (["--node-rank", 1, "--rdzv-id", "other"], "run 'other' on 2 hosts, but those who meet"),
         pytest.param(
             ["--node-rank", 1, "--nnodes", 3],

@@ -82,7 +82,7 @@ class Host:
     ) -> None:
         self.notice: int | None = None
         self.attempt: int = 0 if before is None else before.attempt + 1
-        self._may_restart = job.restarts > 0
+        self._restarts = job.restarts
         self._before = before
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
@@ -227,13 +227,13 @@ class Host:
         The launcher of a host may be started while the others still look for the one before.
         """
         while True:
-            if self._may_restart and self._root.check(["attempt"]):
+            if self._restarts and self._root.check(["attempt"]):
                 self.attempt = max(self.attempt, int(self._root.get("attempt")))
                 self._store = self._store_of(self.attempt)
             try:
                 return self._take_number(meeting)
             except NumberTaken as error:
-                if not self._may_restart or not deadline.left():
+                if not self._restarts or not deadline.left():
                     raise LaunchError(str(error)) from None
             time.sleep(_POLL_SECONDS)
 
@@ -307,11 +307,12 @@ class Host:
         """The number of this host: the one that it was given, or the first that is free."""
         given, where = meeting.host, meeting.endpoint
         run = f"run {meeting.run_id!r} on {self._num_hosts} hosts"
+        run += f" with --restarts {self._restarts}" if self._restarts else ""
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
             raise LaunchError(
                 f"This is {run}, but those who meet at {where} are of {there}. Give the "
-                "same --nnodes and --rdzv-id on every host, and each run a port of its own."
+                "same --nnodes, --rdzv-id and --restarts on every host, and each run its own port."
             )
         # Without numbers, the host that holds the store is host 0.
         free = [*range(0 if self._endpoint.is_held else 1, self._num_hosts)]
