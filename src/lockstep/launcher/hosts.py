@@ -312,7 +312,8 @@ class Host:
         if there != run:
             raise LaunchError(
                 f"This is {run}, but those who meet at {where} are of {there}. Give the "
-                "same --nnodes, --rdzv-id and --restarts on every host, and each run its own port."
+                "same --nnodes, --rdzv-id and --restarts on every host, and each run a port of "
+                "its own."
             )
         # Without numbers, the host that holds the store is host 0.
         free = [*range(0 if self._endpoint.is_held else 1, self._num_hosts)]
