@@ -24,10 +24,8 @@ def check(fault: Fault, run: Run) -> None:
 @pytest.mark.parametrize(
     ("fault", "run"),
     [
-        (fail_at(1, 6, "update", "SIGKILL"), SHARDED),
-        (fail_at(0, 4, "forward", "exception"), PLAIN),
+        (fail_at(1, 6, "update", "SIGKILL"), PLAIN._replace(is_sharded=True)),
         (fail_at(1, 6, "backward", "launcher killed"), PLAIN),
-        (fail_at(1, 4, "snapshot", "full disk"), PLAIN),
     ],
     ids=str,
 )
@@ -39,6 +37,9 @@ def test_the_end_has_the_bits_of_an_undisturbed_run(fault: Fault, run: Run) -> N
 @pytest.mark.parametrize(
     ("fault", "run"),
     [
+        (fail_at(1, 6, "update", "SIGKILL"), SHARDED),
+        (fail_at(0, 4, "forward", "exception"), PLAIN),
+        (fail_at(1, 4, "snapshot", "full disk"), PLAIN),
         (fail_at(1, 0, "start", "memory"), SHARDED),
         (fail_at(2, 4, "evaluation", "nan"), SHARDED),
         (fail_at(1, 5, "data", "inf"), PLAIN._replace(size=4, network="gloo")),
