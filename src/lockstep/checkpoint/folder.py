@@ -228,8 +228,8 @@ class Manifest:
         facts["things"], facts["divided"] = map(Members, map(body.value, ("things", "divided")))
         for name in facts["things"]:
             self.thing(name)
-        facts["random"] = Elements(body.value("random"))
-        sizes = _sizes(body.value("bytes"))
+        sizes = _sizes(body.value("bytes"), len(self._files.names()))
+        facts["random"] = Elements(body.value("random"), len(sizes))
         if len(facts["random"]) != len(sizes) or not sizes:
             raise ValueError("the ranks have no random states")
         entries = _Entries(body.value("tensors"))
@@ -372,10 +372,12 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def _sizes(value: Value) -> array[int]:
-    """Return the sizes of the ranks' files."""
+def _sizes(value: Value, num_files: int) -> array[int]:
+    """Return the sizes of the ranks' files, of which there are ``num_files`` at most."""
     if _SIZES.fullmatch(*value) is None:
         raise ValueError("the sizes of files aren't numbers")
+    if value.text.count(b",", value.start, value.stop) >= num_files:
+        raise ValueError("there are sizes of more files than are there")
     return array("q", (int(found[0]) for found in _NUMBER.finditer(*value)))
 
 

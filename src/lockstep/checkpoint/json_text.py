@@ -113,13 +113,15 @@ def _after_space(text: bytearray, at: int) -> int:
 
 
 class Elements(Sequence[Any]):
-    """The elements of an array."""
+    """The elements of an array, of which there may be ``most``."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, most: int) -> None:
         self._text = value.text
         self._starts = _places(value.text)
         at = _inside(value, b"[", b"]")
         while at:
+            if len(self._starts) == most:
+                raise ValueError(f"there are more than {most} elements at byte {value.start}")
             found = value_at(value.text, at)
             self._starts.append(found.start)
             at = _behind_comma(value.text, found.stop, value.stop)
@@ -136,6 +138,7 @@ class Members(Mapping[str, Any]):
 
     def __init__(self, value: Value) -> None:
         self._text = value.text
+        self._last = (-1, "")  # the index and the name that was made last
         self._starts, self._stops = _places(value.text), _places(value.text)
         for start, stop in _members(value):
             self._starts.append(start)
@@ -159,7 +162,14 @@ class Members(Mapping[str, Any]):
         return place, None
 
     def _name(self, index: int) -> str:
-        return str(json.loads(_name_at(self._text, self._starts[index])[0]))
+        if index != self._last[0]:  # a name that was yielded is looked for next, and may be long
+            start, stop = _name_at(self._text, self._starts[index]).span()
+            if self._text.find(b"\\", start, stop) < 0:  # then it is in memory once
+                name = str(memoryview(self._text)[start + 1 : stop - 1], "utf-8")
+            else:
+                name = str(json.loads(self._text[start:stop]))
+            self._last = index, name
+        return self._last[1]
 
     def value(self, name: str) -> Value:
         """Return the place of a member's value."""
