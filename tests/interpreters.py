@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -342,6 +343,7 @@ def _begin(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     _show_environment(environment)
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is looked for again, in TMPDIR
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
         with suppress(OSError, ValueError):
             if signal.getsignal(number) != signal.SIG_IGN:
