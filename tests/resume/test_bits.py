@@ -221,7 +221,7 @@ def test_snapshots_of_another_program_are_not_used(tmp_path: Path) -> None:
         assert steps_of(attempts.results())[0] == 0
 
 
-@pytest.mark.parametrize("thread_bytes", [0, 10_000_000])
+@pytest.mark.parametrize("thread_bytes", [0, pytest.param(10_000_000, marks=long)])
 def test_a_program_that_is_not_reproducible_is_told_so_once(
     tmp_path: Path, thread_bytes: int
 ) -> None:

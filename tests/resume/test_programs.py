@@ -52,7 +52,13 @@ def run(program: str, *ends: str, path: Path | None = None, poison: int = -1) ->
     )
 
 
-@pytest.mark.parametrize("program", ["language_model", "trainer", "gan"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "gan",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("language_model", "trainer")),
+    ],
+)
 def test_a_program_has_the_same_bits_however_often_it_is_killed(program: str) -> None:
     kills = [end for end in KILLS if "evaluation" not in end or program == "language_model"]
     expected, found = run(program), run(program, *kills)
@@ -85,7 +91,11 @@ def test_a_rank_may_be_killed_in_each_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("poison", "from_what"),
-    [(7, "the snapshot after step 7"), (6, "the checkpoint 000002"), (5, "the checkpoint 000001")],
+    [
+        pytest.param(7, "the snapshot after step 7", marks=pytest.mark.long),
+        (6, "the checkpoint 000002"),
+        pytest.param(5, "the checkpoint 000001", marks=pytest.mark.long),
+    ],
 )
 def test_what_fails_alike_goes_on_from_an_older_state(
     tmp_path: Path, poison: int, from_what: str
@@ -110,7 +120,7 @@ def test_a_checkpoint_of_the_same_step_as_a_snapshot_is_no_older_state(
     assert onwards == [("2", "the snapshot after step 8"), ("3", "the checkpoint 000002")]
 
 
-@pytest.mark.parametrize("has_path", [False, True])
+@pytest.mark.parametrize("has_path", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_program_with_two_loops_goes_on_in_the_second(tmp_path: Path, has_path: bool) -> None:
     """Without folders it repeats the first one, whose snapshots are overwritten."""
     expected = run("two_loops")
