@@ -88,7 +88,7 @@ SHELVES = {
         "generators": BUDGET_OF_A_MODULE,
         "data": 2_700,
         "optim": 4_400,
-        "checkpoint": 2_850,
+        "checkpoint": 2_860,
         "resume": 2_125,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,

@@ -38,7 +38,8 @@ TRAINS = """
             print("waiting", flush=True)
             time.sleep(2)
     numbers = [each.double().sum().item().hex() for each in model.parameters()]
-    print(f"rank {world.rank} bits {numbers} from {first}", flush=True)
+    # In one write, as torchrun's ranks have one pipe, without a buffer.
+    print(f"rank {world.rank} bits {numbers} from {first}\\n", end="", flush=True)
     """
 
 

@@ -391,6 +391,19 @@ def test_a_transform_does_not_scale_rows_unseen() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_traces_of_parallel_tables_are_refused_and_of_others_are_not() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = in_place(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)), group)
+        inputs = (torch.tensor([1]),)
+        with pytest.raises(ModelError, match=r"torch\.jit\.trace\(\) is about to record"):
+            torch.jit.trace(model, inputs)
+        other = nn.Embedding(7, 3, max_norm=1.0)
+        assert torch.equal(torch.jit.trace(other, inputs)(*inputs), other(*inputs))
+
+    run_ranks(2, body)
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Embedding(2, 2, max_norm=1.0)))
 

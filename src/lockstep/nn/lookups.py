@@ -38,6 +38,12 @@ def renorm(
             "lookup with max_norm: nobody sees which, and the ranks' tables would become "
             "different. Give the function a copy of the table, as weight.detach().clone()."
         )
+    if torch.jit.is_tracing():
+        raise ModelError(
+            "torch.jit.trace() is about to record a lookup with max_norm in a parallel model's "
+            "table: nobody would see which rows it scales when it runs, and the ranks' tables "
+            "would become different. Trace a copy, as copy.deepcopy(model)."
+        )
     for engine, _ in tables:
         engine.renormed.refuse_untold()
     rows = renormed_rows(weight, input, max_norm, norm_type)

@@ -42,8 +42,10 @@ class RenormedRows:
 
     def table_of(self, weight: torch.Tensor) -> nn.Parameter | None:
         """Return the table that has the memory of ``weight``, if there is one."""
-        tables = (table for _, table in self._tables if table.shape == weight.shape)
-        return next((table for table in tables if table is weight or _is_same(table, weight)), None)
+        tables = (table for _, table in self._tables if _is_same(table, weight))
+        if torch.jit.is_tracing():  # it would record that shapes are compared
+            return next(tables, None)
+        return next((table for table in tables if table.shape == weight.shape), None)
 
     def has_table_of(self, shape: torch.Size) -> bool:
         """Whether a table has this shape."""
@@ -155,7 +157,9 @@ def has_max_norm(module: nn.Module) -> bool:
 
 
 def _is_same(table: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``weight``, of the same shape, is another view of the memory of ``table``."""
+    """Whether ``weight`` begins where the memory of ``table`` begins, or is it."""
+    if table is weight:
+        return True
     where, other = table.untyped_storage()._cdata, weight.untyped_storage()._cdata
     return where == other and table.storage_offset() == weight.storage_offset()
 
