@@ -184,6 +184,7 @@ def test_ranks_with_loader_workers_finish_the_step_and_save(
         ),
     ],
 )
+@pytest.mark.long
 def test_signal_before_the_loop_after_a_restart_loses_nothing(
     bench: Bench, number: signal.Signals, options: tuple[str, ...]
 ) -> None:

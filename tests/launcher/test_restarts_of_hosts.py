@@ -155,6 +155,7 @@ def test_host_that_is_killed_whole_may_come_back(bench: Bench) -> None:
     assert "(host 1 is lost); all go on from the newest checkpoint" in err
 
 
+@pytest.mark.long
 def test_host_that_does_not_come_back_is_not_waited_for_for_ever(bench: Bench) -> None:
     runs = TwoHosts(bench, "plain", "--rdzv-timeout", 5).waiting()
     runs[1].kill()
@@ -165,6 +166,7 @@ def test_host_that_does_not_come_back_is_not_waited_for_for_ever(bench: Bench) -
     assert until(lambda: not bench.processes())
 
 
+@pytest.mark.long
 def test_without_host_0_the_run_ends_and_goes_on_when_it_is_given_again(bench: Bench) -> None:
     hosts = TwoHosts(bench)
     expected = hosts.undisturbed()

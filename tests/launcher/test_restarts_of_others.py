@@ -59,6 +59,7 @@ def torchrun(bench: Bench, fault: str = "") -> tuple[list[str], set[int]]:
     return bits(out)
 
 
+@pytest.mark.long
 def test_torchrun_starts_ranks_again_at_the_same_store(bench: Bench) -> None:
     expected, first = torchrun(bench)
     assert first == {0}
