@@ -147,9 +147,9 @@ class Trial:
     def _left(self, before: set[str]) -> list[str]:
         found = [f"process {each.pid}" for each in self._processes()]
         found += [f"/dev/shm/{name}" for name in shared_memory() - before if _is_nobodys(name)]
-        # A killed process leaves the folder that Python's multiprocessing has made for its sockets.
+        # Where processes are killed, Python's multiprocessing and torch's loader leave theirs.
         temporary = (path.name for path in (self.folder / "tmp").iterdir())
-        found += [f"TMPDIR/{name}" for name in temporary if not name.startswith("pymp-")]
+        found += [f"TMPDIR/{name}" for name in temporary if name.startswith("lockstep")]
         run = self.folder / "run"
         for path in [*run.iterdir()] if run.is_dir() else []:
             if not re.fullmatch(r"\d+|best|\.lock", path.name):
