@@ -10,6 +10,12 @@ from tests.mutations import mutation
 
 SHOWN = [
     mutation(
+        "test_gradients_begin_where_those_of_one_process_may_begin",
+        "grad/memory.py",
+        "_LINE_BYTES = 64",
+        "_LINE_BYTES = 8",
+    ),
+    mutation(
         "test_a_rank_that_was_stopped_gets_no_wrong_sum",
         "comm/transport.py",
         "# Shown by test_a_rank_that_was_stopped_gets_no_wrong_sum.\n        if self._is_broken:",
