@@ -329,8 +329,7 @@ def drop_full_stores(error: Exception | None = None) -> None:
     """Have no store read its file any more if that is as large as files may be.
 
     The last entry may be there in part. Torch's store waits for the rest for ever, in each request
-    and when it is dropped: the processor is busy, and no other rank gets the file. Shown by
-    test_a_store_without_room_is_named_and_ends.
+    and when it is dropped: the processor is busy, and no other rank gets the file.
 
     Raises:
         RendezvousFailed: From ``error``, if there is one, and such a file.
