@@ -155,7 +155,7 @@ def test_what_is_unusual_is_named(model: nn.Module, words: str) -> None:
     assert words in " ".join(str(explained(2, model)).split())
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="huge pages are of glibc")
 @pytest.mark.parametrize(
     "told", [{}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, {"MALLOC_MMAP_MAX_": "0"}], ids=str
 )
