@@ -78,7 +78,7 @@ SHELVES = {
         "comm": 6_220,
         "world": 2_750,
         "grad": 2_950,
-        "nn": 7_750,
+        "nn": 7_810,
         "launcher": 5_800,
         "train": BUDGET_OF_A_MODULE,
     },

@@ -26,6 +26,8 @@ import torch.utils.data._utils.worker
 
 # Autograd. The number of the backward that runs in this thread; -1 if none runs.
 _current_graph_task_id = torch._C._current_graph_task_id
+# How many nodes of graphs this thread has made: whether a nested backward may have run since.
+_get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # The node that runs in this thread; None in a backward of compiled autograd, which runs no nodes.
 _current_autograd_node = torch._C._current_autograd_node
 # Whether the backward that runs here will reach a parameter: which gradients to wait for.

@@ -207,3 +207,42 @@ def test_a_weight_outside_and_inside_of_a_checkpoint(width: int) -> None:
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
 
     run_ranks(2, body)
+
+
+def test_reentrant_checkpoints_may_begin_after_other_steps() -> None:
+    """A gradient from inside of one, which comes again, isn't copied with those of a full chunk."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Of 14,400 numbers each, of which nine are copied at once.
+            self.first = nn.Linear(120, 120, bias=False)
+            self.shared = nn.Linear(120, 120, bias=False)
+            self.others = nn.ModuleList(nn.Linear(120, 120, bias=False) for _ in range(9))
+
+        def forward(self, x: torch.Tensor, is_checkpointed: bool) -> torch.Tensor:
+            x = torch.tanh(self.shared(torch.tanh(self.first(x))))
+            for number, layer in enumerate(self.others):
+                x = torch.tanh(layer(x))
+                if number == 4 and is_checkpointed:
+                    x = checkpoint(self.shared, x, use_reentrant=True, preserve_rng_state=False)
+                elif number == 4:
+                    x = self.shared(x)
+            return x
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Model().double()
+        x = torch.randn(2, 4, 120, dtype=torch.float64)
+    oracle = copy.deepcopy(model)
+    oracle(x.flatten(0, 1), False).square().mean().backward()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        mine = lockstep.parallelize(copy.deepcopy(model), process_group=group)
+        for is_checkpointed in (False, False, False, True, True, False):
+            mine.zero_grad()
+            mine(x[rank], is_checkpointed).square().mean().backward()
+            for a, b in zip(mine.parameters(), oracle.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body, backend="gloo")  # which can't average: gradients are scaled first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,11 @@ class Contents:
         if last - now.num_copied >= self.chunk:
             self._copy(now.num_copied, last, now.copy_scale)
             now.num_copied = last
+
+    def chunk_ends(self) -> Sequence[torch.Tensor]:
+        """Return the parameters with whose gradients chunks end, if they come in order."""
+        chunks, last = self.parameters[self.chunk - 1 :: self.chunk], self.parameters[-1:]
+        return chunks if [*map(id, chunks[-1:])] == [*map(id, last)] else chunks + last
 
     def is_too_late_for(self, position: int) -> bool:
         """Whether the gradient at ``position`` in this bucket has been launched, or scaled."""

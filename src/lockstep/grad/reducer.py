@@ -58,6 +58,7 @@ class Reducer:
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         last: What the last backward has left.
         order: The order in which gradients become ready, once ranks agree on it.
+        chunk_ends: The parameters whose gradients are the last ones to be copied at once.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
     """
 
@@ -83,6 +84,7 @@ class Reducer:
         # copied model that is never trained needs no buckets.
         self._buckets: list[Bucket] = []
         self._bucket_at: list[Bucket] = []
+        self.chunk_ends: Sequence[torch.Tensor] = ()
         self._arranged_for: CommHook | None = None  # the hook of these buckets
         # The indices of parameters whose gradients stay unsummed, which have buckets of their own.
         self._runs: list[Assigned] = []
@@ -139,7 +141,7 @@ class Reducer:
 
     @property
     def unused(self) -> Sequence[str]:
-        """The names of parameters that got no gradient in the last backward on this rank."""
+        """The names of :attr:`unused_parameters`."""
         return [self.table.named[index][0] for index in self.last.unused]
 
     @property
@@ -200,18 +202,14 @@ class Reducer:
         self._buckets, self._bucket_at, self._skipped = [], [], set()
         assigned = self.assigned_for(order)
         self.table.arrange(itertools.chain(*(one.indices for one in assigned)))
+        group, hook = self.process_group, self.comm_hook
         self._buckets = make_buckets(
-            self.table,
-            assigned,
-            self.process_group,
-            kept,
-            hook=self.comm_hook,
-            is_shared=self._is_kept,
+            self.table, assigned, group, kept, hook=hook, is_shared=self._is_kept
         )
-        self._arranged_for = self.comm_hook
+        self._arranged_for = hook
         Bucket.open_all(self._buckets, self._now.scale)
-        contents = ((bucket, bucket.contents.parameters) for bucket in self._buckets)
-        self._bucket_at = [bucket for bucket, parameters in contents for _ in parameters]
+        self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.contents.parameters]
+        self.chunk_ends = [p for bucket in self._buckets for p in bucket.contents.chunk_ends()]
 
     def assigned_for(self, order: Sequence[int]) -> list[Assigned]:
         """Return the buckets to make for gradients that become ready in ``order``."""
@@ -237,11 +235,8 @@ class Reducer:
             if self._runs:
                 self.sum_unsummed()
 
-    def mark_ready(self, parameters: Sequence[torch.Tensor]) -> int:
+    def mark_ready(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note that the gradients of ``parameters`` are ready, and launch buckets that are full.
-
-        Returns:
-            The number of further gradients that may become ready before the next call.
 
         Raises:
             LateGradient: If the bucket of a gradient has been launched already in this backward.
@@ -257,9 +252,12 @@ class Reducer:
             self._mark_awaited(first, last)
         else:
             self._mark_one_by_one(parameters)
+
+    def next_few(self) -> int:
+        """Return the number of gradients that may become ready before :meth:`mark_ready`."""
         # If gradients come in order, the next bucket that isn't full will be, or the one behind it.
+        now, most = self._now, len(self.table.named)
         filling = (one for one in self._buckets[now.next_launch :] if one.now.num_missing)
-        most = len(table.named)
         for bucket in itertools.islice(filling, 2):
             chunk = bucket.contents.chunk if now.copies_early else most
             most = min(most, bucket.now.num_missing, chunk)

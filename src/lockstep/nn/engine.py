@@ -243,10 +243,13 @@ class Engine:
 
     def pass_on_queued(self) -> None:
         """Pass queued gradients to the reducer."""
-        queue = self._hooks.queue
+        queue, reducer = self._hooks.queue, self.reducer
         if queue.parameters:
-            queue.threshold = self.reducer.mark_ready(queue.parameters)
+            if self._hooks.may_have_queued_nested():
+                reducer.stop_early_copies()
+            reducer.mark_ready(queue.parameters)
             queue.parameters.clear()
+            queue.threshold = 1 if self._hooks.queue_themselves else reducer.next_few()
 
     def is_any_reached(self) -> bool:
         """Whether the backward that is running will reduce some of its gradients."""
@@ -408,13 +411,15 @@ class Engine:
         """
         self.num_backwards += 1
         autograd.take_over_optimizers(self.parameters)
-        copies_early = not (self.sees_nested_tasks or torch.is_grad_enabled())
-        self.reducer.begin(launch_order, copies_early=copies_early)
-        self._hooks.queue.task, self._hooks.queue.threshold = task, 1
-        if sees_graph and not self.sees_nested_tasks and self.reducer.last.unused:
-            unused = self.reducer.unused_parameters
+        reducer, may_copy = self.reducer, not (self.sees_nested_tasks or torch.is_grad_enabled())
+        reducer.begin(launch_order, copies_early=may_copy)
+        if sees_graph and not self.sees_nested_tasks and reducer.last.unused:
+            unused = reducer.unused_parameters
             ids = {*map(id, autograd.reached(unused))}
-            self.reducer.mark_unused(p for p in unused if id(p) not in ids)
+            reducer.mark_unused(p for p in unused if id(p) not in ids)
+        came_in_order = reducer.is_rearranged and reducer.last.order == reducer.table.order
+        ends = reducer.chunk_ends if may_copy and sees_graph and came_in_order else None
+        self._hooks.open_queue(task, ends)
 
     def finish_backward(self) -> CollectiveFailed | None:
         """Finish the reduction; return the error to raise if it failed on another rank."""
@@ -422,12 +427,12 @@ class Engine:
 
     def end_backward(self) -> None:
         """Queue no gradients any more: the backward is over."""
-        self._hooks.queue.task = None
+        self._hooks.close_queue()
 
     def fail_backward(self) -> None:
         """Clean up after a backward that has failed."""
         queue = self._hooks.queue
-        queue.task = None
+        self._hooks.close_queue()
         while queue.parameters:
             self.reducer.mark_accumulated(queue.parameters.pop())
         self.reducer.fail()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from lockstep.comm import uncompiled
 from lockstep.nn import autograd
-from lockstep.torch_private import _current_graph_task_id
+from lockstep.torch_private import _current_graph_task_id, _get_sequence_nr
 
 
 class HookedEngine(Protocol):
@@ -43,6 +44,15 @@ class ReadyQueue:
 class ReadyHooks:
     """The hooks of one engine, which is held weakly by them.
 
+    Note [Gradients that queue themselves]: a call in Python for each gradient takes longer than all
+    that the reducer does with it. So where gradients are expected to come in their order, autograd
+    calls ``append()`` of the queue, and Python only where a chunk of them ends. Then nobody sees
+    that a gradient is of a nested backward, to which this one may add again. A nested backward
+    needs a graph, as a rule one that it has just made (reentrant checkpoints). So if this thread
+    has made any, gradients wait for their bucket, and don't queue themselves any more. Else, if the
+    gradient has been copied by then, that is a LateGradient. Shown by
+    test_reentrant_checkpoints_may_begin_after_other_steps.
+
     Attributes:
         queue: The gradients that the hooks have queued.
     """
@@ -50,7 +60,16 @@ class ReadyHooks:
     def __init__(self, engine: HookedEngine) -> None:
         self.queue = ReadyQueue()
         self._engine = weakref.ref(engine)
-        self._hooks: list[tuple[autograd.GradientHooks, autograd.Hook]] = []
+        # What autograd calls for gradients with which chunks end, and for all others: the same, or
+        # append(). And the parameters of those ends.
+        self._each = _gradient_hook(self._engine, self.queue)
+        self._most: partial[object] = partial(self._each)
+        self._ends: Sequence[torch.Tensor] = ()
+        # How many nodes this thread had made when gradients began to queue themselves; None if they
+        # don't. And whether it has made some in such a backward.
+        self._num_nodes: int | None = None
+        self._makes_graphs = False
+        self._hooks: dict[int, tuple[autograd.GradientHooks, autograd.Hook]] = {}
         self._hooks_of_others: list[dict[int, autograd.Hook]] = []
         # Held so that gradients are accumulated by these nodes, and handles of other hooks.
         self._nodes: list[Any] = []
@@ -58,22 +77,58 @@ class ReadyHooks:
     def attach(self, parameters: Sequence[nn.Parameter], frozen: Iterable[nn.Parameter]) -> None:
         """Register hooks on ``parameters``, and on ``frozen`` ones in case they are trained."""
         self.release()
+        self._ends, self._makes_graphs = (), False
         # The reducer doesn't know a parameter that is unfrozen later, so its gradient must not be
         # queued: its hook has a queue of its own, which no backward fills.
-        for ones, queue in (parameters, self.queue), (frozen, ReadyQueue()):
-            hook = _gradient_hook(self._engine, queue)
-            self._hooks += [(autograd.hooks_of(parameter), hook) for parameter in ones]
-        for hooks, hook in self._hooks:
-            hooks.hold_back(hook)
-        self._hooks_of_others = [hooks.others for hooks, _ in self._hooks]
+        frozen_hook = _gradient_hook(self._engine, ReadyQueue())
+        for ones, hook in (parameters, self._most), (frozen, frozen_hook):
+            for parameter in ones:
+                self._hold_back(parameter, hook)
+        self._hooks_of_others = [hooks.others for hooks, _ in self._hooks.values()]
         # All on one stream: shown by test_gradients_of_branches_on_two_streams.
         self._nodes = autograd.accumulators([p for p in parameters if p.device.type != "cpu"])
 
+    def _hold_back(self, parameter: torch.Tensor, hook: autograd.Hook) -> None:
+        hooks = autograd.hooks_of(parameter)
+        hooks.hold_back(hook)
+        self._hooks[id(parameter)] = hooks, hook
+
     def release(self) -> None:
         """Remove all hooks."""
-        for hooks, hook in self._hooks:
+        for hooks, hook in self._hooks.values():
             hooks.release(hook)
-        self._hooks, self._hooks_of_others, self._nodes = [], [], []
+        self._hooks, self._hooks_of_others, self._nodes = {}, [], []
+
+    def open_queue(self, task: int | None, ends: Sequence[torch.Tensor] | None) -> None:
+        """Let gradients of autograd's ``task`` queue; those that are no ``ends``, by themselves."""
+        self.queue.task, self.queue.threshold = task, 1
+        if ends is None or task is None or self._makes_graphs:
+            return
+        if ends is not self._ends:
+            for hook, ones in (self._most, self._ends), (self._each, ends):
+                for parameter in ones:
+                    self._hold_back(parameter, hook)
+            self._ends = ends
+        self._num_nodes = _get_sequence_nr()
+        _set_function(self._most, self.queue.parameters.append)
+
+    def close_queue(self) -> None:
+        """Let no gradient queue any more: the backward is over."""
+        self.queue.task = self._num_nodes = None
+        _set_function(self._most, self._each)
+
+    @property
+    def queue_themselves(self) -> bool:
+        """Whether most gradients queue themselves."""
+        return self._num_nodes is not None
+
+    def may_have_queued_nested(self) -> bool:
+        """Whether gradients that have queued themselves may be those of a nested backward."""
+        if self._num_nodes in (None, _get_sequence_nr()):
+            return False
+        self._makes_graphs, self._num_nodes = True, None
+        _set_function(self._most, self._each)
+        return True
 
     def refuse_distributed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
@@ -105,3 +160,8 @@ def _gradient_hook(engine: weakref.ref[HookedEngine], queue: ReadyQueue) -> auto
             hooks.call_others(parameter)
 
     return gradient_ready
+
+
+def _set_function(hook: Any, function: autograd.Hook) -> None:
+    """Let ``hook``, a partial object that autograd has for many parameters, call ``function``."""
+    hook.__setstate__((function, (), {}, None))
