@@ -257,7 +257,7 @@ class _Version(argparse.Action):
         sys.exit(0)
 
 
-def _add_program(parser: _Parser) -> None:
+def _add_program(parser: _Parser, number: str = "N", more: str = "") -> None:
     """Add what says which program runs, and on how many ranks."""
     # All from the script on, even if it looks like an option of ours.
     program = "The script or, with -m, the module to run, and what to pass on to it."
@@ -266,9 +266,9 @@ def _add_program(parser: _Parser) -> None:
     is_module = "SCRIPT is the name of a module, as in `python -m`."
     parser.option("-m", is_module, dest="module", action="store_true")
     parser.option(
-        "-n --nprocs N",
+        f"-n --nprocs {number}",
         "How many ranks to start on this host; by default one for each NVIDIA GPU, or 2 where "
-        "there is none.",
+        f"there is none.{more}",
     )
     parser.option(
         "--threads T",
@@ -284,7 +284,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND", help=hidden)
     usage = "lockstep run [OPTIONS] SCRIPT [ARGS ...]"
     run = commands.add_parser("run", usage=usage, description=_RUN, act=_run)
-    _add_program(run)
+    more = " MIN:MAX, with --restarts: MAX, or one for each GPU; where so many fail as often as "
+    more += "they may, one fewer goes on, down to MIN."
+    _add_program(run, "N|MIN:MAX", more)
     run.option("--nproc-per-node N", "The same, as torchrun calls it.", dest="nprocs")
     run.option("--nproc_per_node", hidden, dest="nprocs")
     run.option("--log-dir DIR", "Keep each rank's output in DIR/rank-R.log as well.")

@@ -115,6 +115,10 @@ class RankStatus:
         self._numbers[_Number.RANK] = rank
         self._numbers[_Number.PID] = os.getpid()
 
+    def leave_out(self) -> None:
+        """There is no such rank any more."""
+        self._numbers[_Number.RANK] = -1
+
     def enter(self, state: str, detail: str) -> int:
         """Come into a state; return the former one, for :meth:`leave`."""
         numbers = self._numbers
@@ -263,10 +267,17 @@ class RunStatus:
                     return cls(mmap.mmap(file.fileno(), 0))
         raise OSError(f"Process {pid} has no pages of a run.")
 
-    def clear(self) -> None:
-        """Forget what ranks did that have ended: others are started in their places."""
+    def clear(self, num_ranks: int) -> None:
+        """Forget what ranks did that have ended: so many others are started in their places."""
         first = len(self._memory) - len(self.ranks) * _RANK_BYTES
         self._memory[first:] = bytes(len(self.ranks) * _RANK_BYTES)
+        for rank in self.ranks[num_ranks:]:
+            rank.leave_out()
+
+    def read(self) -> list[RankState]:
+        """Return what each rank does of those that there are."""
+        states = [rank.read() for rank in self.ranks]
+        return [state for state in states if state.rank >= 0]
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lockstep.launcher.restarts import Decision, Incident, Record, Verdict
 from lockstep.launcher.snapshot_memory import SnapshotMemory, newest_step
 from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
-from lockstep.launcher.zygote import Attempt, Zygote
+from lockstep.launcher.zygote import Attempt, NoRoom, Zygote
 from lockstep.printable import printable_lines, signal_name
 from lockstep.status import RankState, RunStatus
 from lockstep.world import restart_environment
@@ -55,10 +55,9 @@ class Attempts:
     ) -> None:
         self.console: Console | None = None
         self._job, self._zygote, self._status, self._is_live = job, zygote, status, is_live
-        self._descriptors = snapshots
-        self._snapshots = [SnapshotMemory(each) for each in snapshots]
+        self._descriptors = snapshots  # those of as many ranks as there are
         self._signals = processes.SignalPipe(job.stop_signals)
-        self._record = Record(job.restarts)
+        self._record = Record(job.restarts, job.num_spare_ranks)
         self._host: Host | None = None  # of the newest attempt
         self._ended_by = 0  # the first signal that came while the outcome was settled
         self._run_id = ""
@@ -66,10 +65,9 @@ class Attempts:
 
     def run(self) -> Outcome:
         """Make attempts until none is to follow; return the outcome of the last one."""
-        number = 0
         try:
             while True:
-                attempt = self._zygote.take(number, self._signals.is_pending, self._say)
+                attempt = self._take()
                 if attempt is None or self._signals.is_pending():
                     return self._interrupted(attempt)
                 watch = self._watch(attempt)
@@ -85,14 +83,65 @@ class Attempts:
                     self._say(printable_lines(outcome.message or ""))
                     return self._interrupted(None)
                 verdict = self._decide(outcome)
-                if verdict is not Verdict.RESTART:
+                if verdict is Verdict.FEWER:
+                    self._go_on_with(self._job.num_ranks - 1)
+                elif verdict is not Verdict.RESTART:
                     return _given_up(outcome, verdict)
-                assert self._host is not None
-                number = self._host.attempt + 1
         except Ended as error:
             return error.outcome
         except LaunchError as error:
             return Outcome(2, message=str(error))
+
+    def _take(self) -> Attempt | None:
+        """The next attempt, with as many ranks as this host has room for; None if interrupted."""
+        while True:
+            try:
+                num_ranks = self._job.num_ranks
+                attempt = self._zygote.take(num_ranks, self._signals.is_pending, self._say)
+            except NoRoom as error:
+                if not self._record.num_spare:
+                    raise
+                if error.num_ranks == num_ranks:  # else there is room for the fewer that follow
+                    self._record.num_spare -= 1
+                    self._say(f"{error} One rank fewer is started.")
+                    self._go_on_with(num_ranks - 1)
+            else:
+                if attempt is None or len(attempt.ranks) == num_ranks:
+                    return attempt
+                self._drop(attempt)  # of as many as before: it was forked before that was decided
+
+    def _go_on_with(self, num_ranks: int) -> None:
+        """Start fewer ranks from now on. What is in memory is of as many as there were."""
+        written = WrittenOut()
+        if (step := self._newest()) is not None:
+            written = self._write_out(step)
+        told = "the program begins anew, or at its newest checkpoint"
+        if written.error:
+            told = f"the last snapshot wasn't written as a checkpoint: {written.error}; {told}"
+        elif written.path:
+            told = f"all go on from step {written.step}, of which there is a checkpoint"
+        elif written.step is not None:
+            told = "the program begins anew, as steps() has no path: snapshots in memory are of one"
+            told += " number of ranks"
+        ranks = "1 rank goes" if num_ranks == 1 else f"{num_ranks} ranks go"
+        self._say(printable_lines(f"{ranks} on: {told}."))
+        if not self._ended_by:
+            for memory in self._snapshots:
+                memory.clear()
+        self._job = self._job._replace(num_ranks=num_ranks)
+        self._descriptors = self._descriptors[:num_ranks]
+
+    @property
+    def _snapshots(self) -> list[SnapshotMemory]:
+        return [SnapshotMemory(each) for each in self._descriptors]
+
+    def _write_out(self, step: int) -> WrittenOut:
+        """Have the last snapshot written as a checkpoint, if the program has a folder for some."""
+        if not any(header.path for header in self._snapshots[0].headers().values()):
+            return WrittenOut(step)
+        self._say(_WRITING)
+        most_seconds = max(self._job.grace_seconds or 0.0, _WRITING_SECONDS)
+        return write_out(self._descriptors, self._take_ending, most_seconds)
 
     def _interrupted(self, attempt: Attempt | None) -> Outcome:
         """The outcome if a signal came before the ranks have begun, or begin again."""
@@ -109,14 +158,9 @@ class Attempts:
         step = self._newest()
         if outcome.exit_status in (0, START_AGAIN) or step is None:
             return outcome
-        written = WrittenOut(step)
-        if self._host is not None and self._host.world_size > len(self._snapshots):
+        if self._host is not None and self._host.world_size > len(self._descriptors):
             return outcome  # the other hosts' ranks have the rest of the state
-        if any(header.path for header in self._snapshots[0].headers().values()):
-            self._say(_WRITING)
-            most_seconds = max(self._job.grace_seconds or 0.0, _WRITING_SECONDS)
-            written = write_out(self._descriptors, self._signals.take_ending, most_seconds)
-        return with_last_snapshot(outcome, written)
+        return with_last_snapshot(outcome, self._write_out(step))
 
     def _say(self, words: str) -> None:
         if self.console is not None:
@@ -134,7 +178,7 @@ class Attempts:
 
     def _watch(self, attempt: Attempt) -> Watch:
         """What is to watch the attempt's ranks, which have a place from now on."""
-        self._status.clear()
+        self._status.clear(self._job.num_ranks)
         self._begun_at = self._newest()
         try:
             if self._host is not None:
@@ -176,7 +220,7 @@ class Attempts:
 
         def when_failed() -> bool:
             if may_follow := self._may_follow():
-                self._zygote.ask(attempt.number + 1)
+                self._zygote.ask(self._job.num_ranks)
             return may_follow
 
         try:
@@ -195,7 +239,8 @@ class Attempts:
     def _may_follow(self) -> bool:
         if self._job.meeting is not None:  # host 0 decides
             return True
-        return self._record.num_left > 0 or self._newest() != self._begun_at
+        is_new = self._newest() != self._begun_at
+        return self._record.num_left > 0 or self._record.num_spare > 0 or is_new
 
     def _newest(self) -> int | None:
         """The newest step that all ranks of this host can go on from."""
@@ -203,7 +248,7 @@ class Attempts:
 
     def _incident(self, outcome: Outcome) -> Incident:
         assert self._host is not None
-        states = [rank.read() for rank in self._status.ranks]
+        states = self._status.read()
         step = max(map(self._step, [s for s in states if s.rank == outcome.rank] or states))
         return Incident(outcome.reason, step, self._newest(), outcome.is_of_start)
 
@@ -219,8 +264,9 @@ class Attempts:
         assert self._host is not None
         incident = self._incident(outcome)
         verdict = self._record.judge(incident)
-        words = self._told(outcome, incident, self._host.attempt + 1)
-        text, is_restart = Decision(verdict, words).encoded(), verdict is Verdict.RESTART
+        words = self._told(outcome, incident, verdict)
+        text = Decision(verdict, words).encoded()
+        is_restart = verdict in (Verdict.RESTART, Verdict.FEWER)
         try:
             lost = outcome.lost_host
             text = self._host.decide(text, is_restart=is_restart, lost=lost)
@@ -233,11 +279,11 @@ class Attempts:
                 f"{outcome.message}\nHost 0 didn't tell whether the ranks are started again: "
                 f"{error}. Start the run anew on all hosts."
             ) from error
-        if verdict is Verdict.RESTART:
+        if verdict in (Verdict.RESTART, Verdict.FEWER):
             self.console.say(printable_lines(f"{outcome.message}\n{words}"))
         return verdict
 
-    def _told(self, outcome: Outcome, incident: Incident, number: int) -> str:
+    def _told(self, outcome: Outcome, incident: Incident, verdict: Verdict) -> str:
         """Why the ranks are started again, and from where they go on."""
         assert self._host is not None
         reason = outcome.reason
@@ -256,7 +302,10 @@ class Attempts:
                 "all go on from the newest checkpoint, when 'lockstep run' is given again on that "
                 f"host within {self._job.meeting.timeout_seconds} s (--rdzv-timeout)"
             )
-        line = f"restart {number}: {who} ({reason}); {onwards}. "
+        line = f"restart {self._host.attempt + 1}: {who} ({reason}); "
+        if verdict is Verdict.FEWER:
+            return f"{line}{verdict.value}."
+        line += f"{onwards}. "
         return line + f"{self._record.num_left} more without progress, and it isn't started again."
 
 

@@ -83,6 +83,8 @@ class Job(NamedTuple):
     stop_signals: tuple[int, ...] = ()
     # How often the ranks may fail without progress, and are started again.
     restarts: int = 0
+    # How many fewer ranks may go on where so many fail as often as they may.
+    num_spare_ranks: int = 0
     # The descriptor of a socket to the process that called launch(), which takes the outcome;
     # end-of-file means that it has ended. None: the outcome is printed.
     caller: int | None = None
@@ -127,16 +129,19 @@ def job_of(
     if not words:
         raise BadLaunch("SCRIPT is missing: say what to run, as in 'lockstep run -n 2 train.py'.")
     name, *argv = words
+    num_restarts = check_restarts(restarts)
     if nprocs is None:
-        # Device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
-        # parent used it before the fork, and ranks are forked.
-        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        num_ranks = num_visible_gpus(os.environ, num_gpus) or _DEFAULT_NUM_RANKS
+        least_ranks = num_ranks = _num_gpus() or _DEFAULT_NUM_RANKS
         _warn_of_late_options(argv, num_ranks)
     else:
-        num_ranks = check_num_ranks(nprocs)
+        least_ranks, num_ranks = _range_of_ranks(nprocs, num_restarts)
     num_threads = check_num_threads(threads, num_ranks)
     num_hosts = whole_number(nnodes, "The number of hosts", "Leave --nnodes out to run on one.")
+    if num_hosts > 1 and least_ranks < num_ranks:
+        raise BadLaunch(
+            f"-n {nprocs} is for runs on one host: with --nnodes each host has as many ranks as it "
+            "began with. Give one number of ranks."
+        )
     if not module:  # ranks look for modules: Python may have to import a package for that
         _check_script(name)
     elif name.partition(".__main__")[0] == "lockstep":
@@ -149,14 +154,52 @@ def job_of(
         num_ranks,
         num_threads,
         log_dir=None if log_dir is None else os.path.abspath(log_dir),
-        stdin_rank=_stdin_rank(stdin, num_ranks, num_hosts),
+        stdin_rank=_stdin_rank(stdin, least_ranks, num_hosts),
         meeting=_meeting(num_hosts, **meeting),
         full_traceback=full_traceback,
         live=live,
         grace_seconds=check_grace(grace),
         stop_signals=tuple(map(_stop_signal, stop_signal)),
-        restarts=check_restarts(restarts),
+        restarts=num_restarts,
+        num_spare_ranks=num_ranks - least_ranks,
     )
+
+
+def _num_gpus() -> int:
+    """The number of GPUs that ranks may use."""
+    # Device files are counted rather than CUDA asked: CUDA cannot be used in a process whose
+    # parent used it before the fork, and ranks are forked.
+    return num_visible_gpus(os.environ, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def _range_of_ranks(value: str, num_restarts: int) -> tuple[int, int]:
+    """The fewest ranks and the most, of ``MIN:MAX`` or one number; no more than there are GPUs.
+
+    Raises:
+        BadLaunch: If they make no sense.
+    """
+    least, colon, most = value.partition(":")
+    if not colon:
+        return (number := check_num_ranks(value)), number
+    fewest, number = check_num_ranks(least), check_num_ranks(most)
+    if fewest > number:
+        raise BadLaunch(
+            f"-n {value} has its numbers the wrong way round: the fewest ranks stand before the "
+            f"most, as in '-n {number}:{fewest}'."
+        )
+    if not num_restarts:
+        raise BadLaunch(
+            f"-n {value} goes on with fewer ranks after failures, and without --restarts there is "
+            "only one attempt. Give --restarts N as well, or one number of ranks."
+        )
+    num_gpus = _num_gpus()
+    if 0 < num_gpus < number:
+        number = max(fewest, num_gpus)
+        print(
+            f"lockstep: running {number} ranks of {value}, as there are {num_gpus} GPUs.",
+            file=sys.stderr,
+        )
+    return fewest, number
 
 
 def _warn_of_late_options(argv: Sequence[str], num_ranks: int) -> None:

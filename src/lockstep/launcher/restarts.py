@@ -16,6 +16,7 @@ class Verdict(Enum):
     """What is done after a failure."""
 
     RESTART = "the ranks are started again"
+    FEWER = "so many ranks failed as often as they may, and one fewer go on"
     NEVER_BEGAN = "the program never began, and wouldn't another time"
     SAME_FAILURE = "it failed alike at the same place, as often as it may"
     NO_PROGRESS = "it failed as often as it may without anything new to go on from"
@@ -62,13 +63,15 @@ class Record:
 
     Args:
         most: How often either may happen, and the ranks are started again.
+        num_spare: How often the run may go on with one rank fewer then.
 
     Attributes:
         num_alike: How often the last failure has come at its step.
+        num_spare: How often it still may.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, num_spare: int = 0) -> None:
+        self._most, self.num_spare = most, num_spare
         self._committed = -1
         self._since_commit = 0
         self._alike: Counter[tuple[str, int]] = Counter()
@@ -91,6 +94,11 @@ class Record:
         alike = _NUMBER.sub("#", incident.reason), incident.step
         self._alike[alike] += 1
         self.num_alike = self._alike[alike]
-        if self.num_alike > self._most:
-            return Verdict.SAME_FAILURE
-        return Verdict.NO_PROGRESS if self._since_commit > self._most else Verdict.RESTART
+        if max(self.num_alike, self._since_commit) <= self._most:
+            return Verdict.RESTART
+        if self.num_spare:  # a cause that goes with the last rank, such as its device, is no more
+            self.num_spare -= 1
+            self._since_commit = self.num_alike = 0
+            self._alike.clear()
+            return Verdict.FEWER
+        return Verdict.SAME_FAILURE if self.num_alike > self._most else Verdict.NO_PROGRESS

@@ -141,6 +141,11 @@ class SnapshotMemory:
         if os.fstat(self._descriptors[slot]).st_size:
             os.pwrite(self._descriptors[slot], bytes(_PREFIX.size), 0)
 
+    def clear(self) -> None:
+        """Give the memory of both slots back, which no rank has mapped."""
+        for descriptor in self._descriptors:
+            os.ftruncate(descriptor, 0)
+
     def capacity(self, slot: int) -> int:
         """Return how many bytes a slot has already behind its header."""
         return max(0, os.fstat(self._descriptors[slot]).st_size - HEADER_BYTES)

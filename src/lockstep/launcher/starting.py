@@ -48,7 +48,7 @@ class StartOfMany:
         """Say how many ranks have begun, if it is time to."""
         if not self._is_due():
             return
-        states = [each.read() for each in self._status.ranks]
+        states = self._status.read()
         num_begun = sum(state.pid > 0 for state in states)
         waiting = [state for state in states if (state.state, state.detail) == ("wait", "init")]
         self._num_idle = 0 if num_begun < len(states) or waiting else self._num_idle + 1

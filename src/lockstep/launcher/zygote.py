@@ -58,7 +58,6 @@ def import_what_ranks_need() -> None:
 class Attempt(NamedTuple):
     """The ranks of this host, which wait to begin, and their guardian."""
 
-    number: int
     ranks: list[RankProcess]
     guardian: processes.Guardian
 
@@ -83,6 +82,14 @@ class Unusable(LaunchError):
     """Nothing can be forked from the process."""
 
 
+class NoRoom(LaunchError):
+    """There is no room for so many ranks, ``num_ranks``."""
+
+    def __init__(self, message: str, num_ranks: int) -> None:
+        super().__init__(message)
+        self.num_ranks = num_ranks
+
+
 class Zygote:
     """The launcher's side.
 
@@ -102,7 +109,7 @@ class Zygote:
         self.spare = {pid}
         self._line, self._forking = line, forking
         self._wants_result = isinstance(forking.job.program, bytes)
-        self._asked: int | None = None  # the attempt that is being forked
+        self._asked: int | None = None  # how many ranks are being forked
         self._ranks: list[RankProcess] = []
         self._guardian: processes.Guardian | None = None
         self._is_forked = False
@@ -113,12 +120,12 @@ class Zygote:
         """Of what is readable when there is something to :meth:`receive`."""
         return self._line.fileno()
 
-    def ask(self, number: int) -> None:
-        """Have the ranks of an attempt forked, if they aren't yet."""
+    def ask(self, num_ranks: int) -> None:
+        """Have so many ranks of the next attempt forked, if there aren't any yet."""
         if self._asked is None:
-            self._asked = number
+            self._asked = num_ranks
             try:
-                self._line.send(str(number).encode())
+                self._line.send(str(num_ranks).encode())
             except OSError:  # it has ended
                 self._lose()
 
@@ -156,24 +163,26 @@ class Zygote:
         self._is_forked = self._is_unusable = True
 
     def take(
-        self, number: int, is_interrupted: Callable[[], bool], say: Callable[[str], None]
+        self, num_ranks: int, is_interrupted: Callable[[], bool], say: Callable[[str], None]
     ) -> Attempt | None:
         """Return an attempt as soon as it is forked; None if that is interrupted.
 
-        If the process is of no use any more, that is said, and it is started anew.
+        It may have more ranks, if it was asked for before. If the process is of no use any more,
+        that is said, and it is started anew.
 
         Raises:
+            NoRoom: If there is no room for so many ranks. None is left behind.
             LaunchError: If it can't be forked. None is left behind.
         """
         try:
-            return self._take(number, is_interrupted)
+            return self._take(num_ranks, is_interrupted)
         except Unusable as error:
             say(f"{error} It is started anew, in some seconds.")
             self._start_anew()
-            return self._take(number, is_interrupted)
+            return self._take(num_ranks, is_interrupted)
 
-    def _take(self, number: int, is_interrupted: Callable[[], bool]) -> Attempt | None:
-        self.ask(number)
+    def _take(self, num_ranks: int, is_interrupted: Callable[[], bool]) -> Attempt | None:
+        self.ask(num_ranks)
         deadline = Deadline(_FORK_SECONDS)
         while not self._is_forked:
             if select.select([self._line], [], [], _POLL_SECONDS)[0]:
@@ -184,16 +193,19 @@ class Zygote:
                 self._error = f"They weren't there after {_FORK_SECONDS:g} s."
                 break
         ranks, guardian, error = self._ranks, self._guardian, self._error
+        asked, is_told = self._asked or num_ranks, self._is_forked
         self._asked, self._ranks, self._guardian, self._is_forked = None, [], None, False
         self._error = None
         if guardian is None or error is not None:
             kill_ranks(ranks)
             if guardian is not None:
                 guardian.dismiss()
-            kind = Unusable if self._is_unusable else LaunchError
-            raise kind(f"The ranks can't be started again: {error or 'they have ended.'}")
+            words = f"The ranks can't be started again: {error or 'they have ended.'}"
+            if self._is_unusable:
+                raise Unusable(words)
+            raise NoRoom(words, asked) if is_told and error else LaunchError(words)
         self.spare -= {rank.pid for rank in ranks}
-        return Attempt(number, ranks, guardian)
+        return Attempt(ranks, guardian)
 
     def _start_anew(self) -> None:
         """Start another process, which isn't a fork of this one: that has threads by now."""
@@ -286,19 +298,20 @@ class _Server(NamedTuple):
             if reason := unfit():
                 self._tell(error=reason, is_unusable=True)
             elif (pid := processes.fork()) == 0:
-                return self._fork_attempt()
+                return self._fork_attempt(int(request))
             else:
                 processes.reap(pid)
             self._tell(forked=int(request))
         os._exit(0)
 
-    def _fork_attempt(self) -> Callable[[], int]:
+    def _fork_attempt(self, num_ranks: int) -> Callable[[], int]:
         """In a process of its own, fork the ranks of an attempt."""
         forking = self.forking
-        start = StartOfMany(forking.job, self.status)
+        job = forking.job._replace(num_ranks=num_ranks)
+        start = StartOfMany(job, self.status)
         try:
             ranks = fork_ranks(
-                forking.job,
+                job,
                 forking.signal_mask,
                 self.status,
                 start,

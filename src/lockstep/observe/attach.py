@@ -129,6 +129,8 @@ def _observe(run: RunStatus) -> list[Observed]:
     after = [rank.read() for rank in run.ranks]
     found = []
     for old, new in zip(before, after, strict=True):
+        if new.rank < 0:  # fewer go on
+            continue
         process = _process_state(new.pid)
         stack = _main_stack(_dump(new)) if process == "running" else []
         found.append(Observed(new, new.num_steps - old.num_steps, process, stack))
