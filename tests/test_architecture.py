@@ -70,7 +70,7 @@ SHELVES = {
         "folders": BUDGET_OF_A_MODULE,
         "memory_files": BUDGET_OF_A_MODULE,
         "printable": BUDGET_OF_A_MODULE,
-        "status": BUDGET_OF_A_MODULE,
+        "status": 310,
         "torch_private": BUDGET_OF_A_MODULE,
         "errors": BUDGET_OF_A_MODULE,
         "spans": BUDGET_OF_A_MODULE,
