@@ -334,7 +334,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.option("--max-restarts N", "The same, as torchrun calls it.", dest="restarts")
     run.option("--max_restarts", hidden, dest="restarts")
-    run.option("--nnodes N", "On how many hosts this command is given; by default 1.")
+    run.option(
+        "--nnodes N|MIN:MAX",
+        "On how many hosts this command is given; by default 1. MIN:MAX, with --restarts: as many "
+        "as come; when one is lost the others go on, and one that comes later takes part from a "
+        "step's end on.",
+    )
     run.option(
         "--node-rank R",
         "Which of them this is, from 0. Left out, the hosts settle it among themselves.",
@@ -347,6 +352,11 @@ def _parser() -> argparse.ArgumentParser:
         "--rdzv-timeout SECONDS",
         "How long hosts wait to meet; by default 300. With --restarts also how long they wait for "
         "a host that is gone, until 'lockstep run' is given there again.",
+    )
+    run.option(
+        "--last-call SECONDS",
+        "With --nnodes MIN:MAX, how long hosts that begin a run wait for more once MIN have come; "
+        "by default 30.",
     )
     run.option(
         "--host-timeout SECONDS",

@@ -53,7 +53,16 @@ class _Number(IntEnum):
     LOGGED_BYTES = auto()
     LOG_VERSION = auto()  # odd while the log is being written
     STACKS = auto()  # the rank's descriptor of a file that takes its stacks; 0: none
+    ASKED = auto()  # whether the rank is to stop for more hosts, and whether it does: an Asked
     NUM_BEGUN = auto()  # steps of a loop over steps(), from the run's beginning on; 0: unknown
+
+
+class Asked(IntEnum):
+    """Whether a rank is to stop at a step's end, as more hosts have come."""
+
+    NO = 0
+    TO_STOP = auto()
+    STOPS = auto()
 
 
 now = time.perf_counter_ns  # CLOCK_MONOTONIC, the same for all processes of a host
@@ -97,7 +106,7 @@ _SHOWN = {each.name.lower(): each for each in _Number if each.name.lower() in Ra
 
 
 class RankStatus:
-    """The pages of one rank. Only the rank writes, from any of its threads.
+    """The pages of one rank. Only the rank writes, from any of its threads, but for :attr:`asked`.
 
     Attributes:
         is_shown: Whether the supervisor shows them while the program runs.
@@ -118,6 +127,15 @@ class RankStatus:
     def leave_out(self) -> None:
         """There is no such rank any more."""
         self._numbers[_Number.RANK] = -1
+
+    @property
+    def asked(self) -> Asked:
+        """Whether its launcher has asked it to stop, and whether it does."""
+        return Asked(self._numbers[_Number.ASKED] % len(Asked))
+
+    @asked.setter
+    def asked(self, value: Asked) -> None:
+        self._numbers[_Number.ASKED] = value
 
     def enter(self, state: str, detail: str) -> int:
         """Come into a state; return the former one, for :meth:`leave`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
 from lockstep.launcher.zygote import Attempt, NoRoom, Zygote
 from lockstep.printable import printable_lines, signal_name
-from lockstep.status import RankState, RunStatus
+from lockstep.status import Asked, RankState, RunStatus
 from lockstep.world import restart_environment
 
 _MOST_REASON = 120  # characters in the line about a restart
@@ -65,6 +66,12 @@ class Attempts:
 
     def run(self) -> Outcome:
         """Make attempts until none is to follow; return the outcome of the last one."""
+        outcome = self._run()
+        if self._host is not None and self._host.membership is not None:
+            self._host.tell_over(outcome.exit_status)
+        return outcome
+
+    def _run(self) -> Outcome:
         try:
             while True:
                 attempt = self._take()
@@ -72,6 +79,8 @@ class Attempts:
                     return self._interrupted(attempt)
                 watch = self._watch(attempt)
                 outcome = self._outcome(attempt, watch)
+                if outcome.exit_status == START_AGAIN and self._is_for_more(watch):
+                    continue
                 if watch.interrupted_by is not None and not watch.is_hurried:
                     return self._with_last_snapshot(outcome)
                 has_failed = outcome.rank is not None or outcome.lost_host is not None
@@ -179,11 +188,18 @@ class Attempts:
     def _watch(self, attempt: Attempt) -> Watch:
         """What is to watch the attempt's ranks, which have a place from now on."""
         self._status.clear(self._job.num_ranks)
-        self._begun_at = self._newest()
         try:
-            if self._host is not None:
-                self._host.close()
-            self._host = host = Host(self._job, none_ended(attempt.ranks), self._host)
+            before = self._host
+            if before is not None:
+                before.close()
+            self._host = host = Host(self._job, none_ended(attempt.ranks), before)
+            if before is not None and (before.ranks, before.world_size) != (
+                host.ranks,
+                host.world_size,
+            ):
+                for memory in self._snapshots:  # a snapshot is of as many ranks as took it
+                    memory.clear()
+            self._begun_at = self._newest()
             self._add_variables(host)
             self._signals.listen()
             console = self._console_of(host, host.attempt)
@@ -192,7 +208,31 @@ class Attempts:
             self._drop(attempt)
             raise
         watch.when_readable(self._zygote.fileno(), self._zygote.receive)
+        if host.membership is not None:
+            host.membership.when_more_come(self._ask_for_more)
         return watch
+
+    def _ask_for_more(self) -> None:
+        """Ask the ranks to stop at a step's end, as more hosts have come; the first one hears."""
+        first = self._status.ranks[0]
+        if first.asked is Asked.NO:
+            first.asked = Asked.TO_STOP
+
+    def _is_for_more(self, watch: Watch) -> bool:
+        """Whether the ranks have stopped for hosts that have come; host 0 tells."""
+        host = self._host
+        if host is None or host.membership is None or watch.is_hurried:
+            return False
+        is_more = self._status.ranks[0].asked is Asked.STOPS and watch.interrupted_by is None
+        verdict = Verdict.MORE if is_more and not self._ended_by else Verdict.STOPPED
+        with contextlib.suppress(RuntimeError, ValueError, Ended):  # they have saved in any case
+            text = Decision(verdict, "").encoded()
+            text = host.decide(text, is_restart=verdict is Verdict.MORE, lost=None)
+            verdict = Decision.of(text).verdict
+            if verdict is Verdict.MORE and watch.interrupted_by is None:
+                self._say(f"{verdict.value}: all go on with them from the checkpoint.")
+                return True
+        return False
 
     def _console_of(self, host: Host, number: int) -> Console:
         live = Live(self._status, host.world_size) if self._is_live else None
@@ -302,6 +342,8 @@ class Attempts:
                 "all go on from the newest checkpoint, when 'lockstep run' is given again on that "
                 f"host within {self._job.meeting.timeout_seconds} s (--rdzv-timeout)"
             )
+            if self._host.num_others >= self._job.meeting.least_hosts:
+                onwards = "the others go on from the newest checkpoint"
         line = f"restart {self._host.attempt + 1}: {who} ({reason}); "
         if verdict is Verdict.FEWER:
             return f"{line}{verdict.value}."

@@ -9,6 +9,7 @@ store, as with torchrun: the endpoint belongs in a network that its users trust.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
@@ -29,6 +30,7 @@ from lockstep.launcher.agreement import Agreement, tell_interruption, told_inter
 from lockstep.launcher.endpoint import Company, local_addresses, reach_endpoint
 from lockstep.launcher.failures import Ended, Outcome, RankEnded
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
+from lockstep.launcher.membership import Membership
 from lockstep.memory_files import memory_file
 from lockstep.world import (
     Placement,
@@ -84,6 +86,7 @@ class Host:
         self.attempt: int = 0 if before is None else before.attempt + 1
         self._restarts = job.restarts
         self._before = before
+        self.membership: Membership | None = None if before is None else before.membership
         self._agreement: Agreement | None = None
         self._number, self._num_hosts = 0, 1
         self._lines: dict[int, socket.socket] = {}  # host 0's to the other launchers
@@ -140,11 +143,15 @@ class Host:
         endpoint = self._endpoint
         self._root = dist.PrefixStore("lockstep", endpoint.store)
         self._store = self._store_of(self.attempt)
-        come = partial(self._come, meeting, size, deadline, company)
+        come, seconds = partial(self._come, meeting, size, deadline, company), deadline.left()
+        if meeting.is_elastic:
+            come = partial(self._come_as_member, meeting, size, deadline, company)
+            if not endpoint.is_held:  # it may wait as long as the others train
+                seconds = math.inf
         processes.handle(self._ending_signals, self._end_of_meeting)
         try:
             # In another thread, so that signals are handled even if the store doesn't answer.
-            sizes, names = answered(come, deadline.left() + _LEAST_SECONDS)
+            sizes, names = answered(come, seconds + _LEAST_SECONDS)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, LaunchError):
                 if self._endpoint.is_held and self._has_come:
@@ -175,6 +182,32 @@ class Host:
         self._store.set(f"size/{number}", str(size))
         sizes = self._wait_for_sizes(meeting, deadline, company)
         return sizes, [self._name(host) for host in range(self._num_hosts)]
+
+    def _come_as_member(
+        self, meeting: Meeting, size: int, deadline: Deadline, company: Company
+    ) -> tuple[list[int], list[str]]:
+        """The same, where not all hosts need to come, and this one may have to wait."""
+        if self.membership is None:
+            self._check_run(meeting)
+            is_first, kept = True, self._endpoint.is_held
+            self.membership = Membership(self._root, self._store_of, meeting, kept)
+            self.membership.come(size)
+        else:
+            is_first = False
+        membership = self.membership
+        self._has_come = membership.is_keeper
+        self.attempt = membership.meet(self.attempt, deadline, company if is_first else None)
+        self._store, self._has_come = self._store_of(self.attempt), True
+        self._number, self._num_hosts = (
+            membership.members.index(membership.ticket),
+            len(membership.members),
+        )
+        lines = membership.lines
+        self._lines = {n: lines[t] for n, t in enumerate(membership.members) if t in lines}
+        told = [*map(membership.member, membership.members)]
+        for number, member in enumerate(told):
+            self._store.set(f"name/{number}", member.hostname)
+        return [member.num_ranks for member in told], [member.hostname for member in told]
 
     def _name(self, host: int) -> str:
         return self._store.get(f"name/{host}").decode(errors="replace")
@@ -253,7 +286,10 @@ class Host:
             return text
         if not self._endpoint.is_held:
             return self._hear_decision().decode(errors="replace")
-        if is_restart:
+        if is_restart and self.membership is not None:
+            self.membership.lose(lost)
+            self._root.set("attempt", str(self.attempt + 1))
+        elif is_restart:
             kept = [str(host) for host in range(self._num_hosts) if host != lost]
             self._store_of(self.attempt + 1).set("kept", " ".join(kept))
             self._root.set("attempt", str(self.attempt + 1))
@@ -282,6 +318,18 @@ class Host:
             raise Ended(ended)
         return decision
 
+    @property
+    def num_others(self) -> int:
+        """How many hosts are left when one is lost."""
+        return self._num_hosts - 1
+
+    def tell_over(self, exit_status: int) -> None:
+        """Tell hosts that wait to take part that the run is over."""
+        if self.membership is not None and self._endpoint.is_held:
+            with contextlib.suppress(RuntimeError):
+                answered(partial(self.membership.tell_over, exit_status), _HEAR_SECONDS)
+                time.sleep(_HEAR_SECONDS * self.membership.has_told)
+
     def end_by(self, number: int) -> None:
         """Tell all hosts that the signal ``number`` ends this one, and them, between attempts.
 
@@ -303,10 +351,11 @@ class Host:
             else:
                 answered(partial(self._store.add, "heard", 1), _HEAR_SECONDS)
 
-    def _take_number(self, meeting: Meeting) -> int:
-        """The number of this host: the one that it was given, or the first that is free."""
-        given, where = meeting.host, meeting.endpoint
-        run = f"run {meeting.run_id!r} on {self._num_hosts} hosts"
+    def _check_run(self, meeting: Meeting) -> None:
+        """Refuse to meet the hosts of another run."""
+        where, least = meeting.endpoint, meeting.least_hosts
+        number = f"{least} to {meeting.num_hosts}" if meeting.is_elastic else f"{least}"
+        run = f"run {meeting.run_id!r} on {number} hosts"
         run += f" with --restarts {self._restarts}" if self._restarts else ""
         there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
         if there != run:
@@ -315,6 +364,11 @@ class Host:
                 "same --nnodes, --rdzv-id and --restarts on every host, and each run a port of "
                 "its own."
             )
+
+    def _take_number(self, meeting: Meeting) -> int:
+        """The number of this host: the one that it was given, or the first that is free."""
+        given, where = meeting.host, meeting.endpoint
+        self._check_run(meeting)
         # Without numbers, the host that holds the store is host 0.
         free = [*range(0 if self._endpoint.is_held else 1, self._num_hosts)]
         if given is None and self._store.check(["kept"]):
@@ -364,6 +418,8 @@ class Host:
 
     def close(self) -> None:
         """Close the store of ranks that have ended."""
+        if self.membership is not None:
+            self.membership.close()
         if self._store_file is not None:
             os.close(self._store_file)
         if self._agreement is not None:

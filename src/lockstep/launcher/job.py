@@ -23,6 +23,7 @@ from lockstep.world import num_visible_gpus
 GRACE_SECONDS = 30.0
 FAILURE_GRACE_SECONDS = 3.0
 _DEFAULT_NUM_RANKS = 2
+_LAST_CALL_SECONDS = 30  # as torchrun waits
 # More than any host has cores or GPUs for. Beyond some 10,000 threads OpenMP crashes, and the
 # bookkeeping alone of a number of ranks mistyped by some digits would fill the memory.
 _MOST_RANKS = _MOST_THREADS = 4096
@@ -45,13 +46,20 @@ class Program(NamedTuple):
 class Meeting(NamedTuple):
     """Where and how several hosts meet."""
 
-    num_hosts: int
+    num_hosts: int  # the most
     host: int | None  # the number of this host, or None to have one given
     address: str  # of the first host, and the port at which it listens for the others
     port: int
     run_id: str  # distinguishes this run from others that meet there
     timeout_seconds: int
     host_timeout_seconds: int  # how long a host may be silent before it is taken for lost
+    least_hosts: int  # how few will do; num_hosts if all are needed
+    last_call_seconds: int  # how long the first meeting waits for more than these
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether fewer hosts than the most may take part."""
+        return self.least_hosts < self.num_hosts
 
     @property
     def endpoint(self) -> str:
@@ -136,7 +144,7 @@ def job_of(
     else:
         least_ranks, num_ranks = _range_of_ranks(nprocs, num_restarts)
     num_threads = check_num_threads(threads, num_ranks)
-    num_hosts = whole_number(nnodes, "The number of hosts", "Leave --nnodes out to run on one.")
+    least_hosts, num_hosts = _range_of_hosts(nnodes, num_restarts)
     if num_hosts > 1 and least_ranks < num_ranks:
         raise BadLaunch(
             f"-n {nprocs} is for runs on one host: with --nnodes each host has as many ranks as it "
@@ -155,7 +163,7 @@ def job_of(
         num_threads,
         log_dir=None if log_dir is None else os.path.abspath(log_dir),
         stdin_rank=_stdin_rank(stdin, least_ranks, num_hosts),
-        meeting=_meeting(num_hosts, **meeting),
+        meeting=_meeting(least_hosts, num_hosts, **meeting),
         full_traceback=full_traceback,
         live=live,
         grace_seconds=check_grace(grace),
@@ -281,30 +289,56 @@ def _stdin_rank(value: str | None, num_ranks: int, num_hosts: int) -> int | None
     return whole_number(value, "--stdin", advice, at_least=0, at_most=num_ranks - 1)
 
 
+def _range_of_hosts(value: str, num_restarts: int) -> tuple[int, int]:
+    """The fewest hosts and the most, of ``MIN:MAX`` or one number; may raise BadLaunch."""
+    name, advice = "The number of hosts", "Leave --nnodes out to run on one."
+    least, colon, most = value.partition(":")
+    fewest = whole_number(least, name, advice)
+    number = whole_number(most, name, advice) if colon else fewest
+    if fewest > number:
+        raise BadLaunch(
+            f"--nnodes {value} has its numbers the wrong way round: the fewest hosts stand before "
+            f"the most, as in '--nnodes {number}:{fewest}'."
+        )
+    if fewest < number and not num_restarts:
+        raise BadLaunch(
+            f"--nnodes {value} goes on with other hosts in new attempts, and without --restarts "
+            "there is only one. Give --restarts N as well, or one number of hosts."
+        )
+    return fewest, number
+
+
 def _meeting(
+    least_hosts: int,
     num_hosts: int,
     node_rank: str | None = None,
     rdzv_endpoint: str | None = None,
     rdzv_id: str = "lockstep",
     rdzv_timeout: str = "300",
     host_timeout: str = "60",
+    last_call: str | None = None,
 ) -> Meeting | None:
     if num_hosts == 1:
-        if node_rank is not None or rdzv_endpoint is not None:
+        if (node_rank, rdzv_endpoint, last_call) != (None, None, None):
             raise BadLaunch(
-                "--node-rank and --rdzv-endpoint are for runs on several hosts. Say with --nnodes "
-                "on how many."
+                "--node-rank, --rdzv-endpoint and --last-call are for runs on several hosts. Say "
+                "with --nnodes on how many."
             )
         return None
     host = None if node_rank is None else whole_number(node_rank, "--node-rank", "", at_least=0)
     seconds = whole_number(rdzv_timeout, "--rdzv-timeout", "It is in seconds.")
     silence = whole_number(host_timeout, "--host-timeout", "It is in seconds.", at_least=2)
+    if last_call is not None and least_hosts == num_hosts:
+        raise BadLaunch(
+            "--last-call is for --nnodes MIN:MAX, where more hosts may come. Leave it out."
+        )
+    last = whole_number(last_call or str(_LAST_CALL_SECONDS), "--last-call", "", at_least=0)
     if rdzv_endpoint is None:
         raise BadLaunch(
             f"--nnodes {num_hosts} needs --rdzv-endpoint HOST:PORT as well: the name or address "
             "of the first host and a port that is free there, the same on every host."
         )
-    if host is not None and host >= num_hosts:
+    if host is not None and host >= num_hosts == least_hosts:
         raise BadLaunch(
             f"--node-rank {host} is too much for --nnodes {num_hosts}: hosts are counted from 0 "
             f"to {num_hosts - 1}."
@@ -315,7 +349,7 @@ def _meeting(
             f"--rdzv-endpoint {rdzv_endpoint} names a host by a number, which is looked up nowhere "
             "but taken for an address of IPv4. Give the host's address."
         )
-    return Meeting(num_hosts, host, address, port, rdzv_id, seconds, silence)
+    return Meeting(num_hosts, host, address, port, rdzv_id, seconds, silence, least_hosts, last)
 
 
 def _parts_of(endpoint: str) -> tuple[str, int]:

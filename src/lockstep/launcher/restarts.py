@@ -16,6 +16,8 @@ class Verdict(Enum):
     """What is done after a failure."""
 
     RESTART = "the ranks are started again"
+    MORE = "more hosts have come"
+    STOPPED = "the ranks have saved, as they were asked to"
     FEWER = "so many ranks failed as often as they may, and one fewer go on"
     NEVER_BEGAN = "the program never began, and wouldn't another time"
     SAME_FAILURE = "it failed alike at the same place, as often as it may"

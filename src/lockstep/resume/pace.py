@@ -24,6 +24,7 @@ class Agreed(NamedTuple):
     """What the ranks agree on at a step's end."""
 
     stops: bool  # a rank was asked to stop
+    grows: bool  # the same, as more hosts have come
     saves: bool  # it is time for a checkpoint
     fails: bool  # a rank can't take snapshots
     is_torn: bool  # a rank's last snapshot was changed while it was copied

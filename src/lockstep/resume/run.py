@@ -28,10 +28,16 @@ from lockstep.resume.progress import Progress
 from lockstep.resume.seeds import Seeds, seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
+from lockstep.status import Asked
 from lockstep.world import alike_failures_of, restarts_of
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
+
+
+def _is_asked() -> bool:
+    """Whether this rank's launcher has asked it to stop, as more hosts have come."""
+    return spans.status is not None and spans.status.asked is Asked.TO_STOP
 
 
 class _Loops:
@@ -280,6 +286,7 @@ class Steps(Generic[T]):
             self._complete_snapshot()
         agreed = self._pace.exchange(
             stops=bool(self._signals.name),
+            grows=checkpoints is not None and _is_asked(),
             saves=self._saves or (checkpoints is not None and checkpoints.is_time),
             fails=self._fails,
             is_torn=self._snapshots is not None and self._snapshots.is_torn,
@@ -287,19 +294,24 @@ class Steps(Generic[T]):
         )
         self._settle_last(agreed)
         self._next_meeting = done + agreed.exchange_every
-        if agreed.accumulates and (takes or agreed.saves or agreed.stops):
+        ends = agreed.stops or agreed.grows
+        if agreed.accumulates and (takes or agreed.saves or ends):
             self._saves, self._next_meeting = agreed.saves, done + 1  # all of it later
             return
         if self._snapshots is not None:
-            if takes or agreed.stops:
+            if takes or ends:
                 self._take_snapshot()
                 self._next_snapshot = done + agreed.snapshot_every
             self._next_meeting = min(self._next_meeting, self._next_snapshot)
-        if checkpoints is not None and (agreed.saves or agreed.stops):
+        if checkpoints is not None and (agreed.saves or ends):
             self._saves = False
-            checkpoints.save(done, *self._state(), waits=agreed.stops)
+            checkpoints.save(done, *self._state(), waits=ends)
         if agreed.stops:
             self._stop(self._signals.name)
+        if agreed.grows:
+            if spans.status is not None:
+                spans.status.asked = Asked.STOPS
+            raise SystemExit(START_AGAIN)
 
     def _finish(self) -> None:
         self._is_over = True
@@ -317,7 +329,7 @@ class Steps(Generic[T]):
         if self._snapshots is not None:
             self._complete_snapshot()
             is_torn = self._snapshots.is_torn
-            none = {"stops": False, "saves": False, "accumulates": False}
+            none = {"stops": False, "grows": False, "saves": False, "accumulates": False}
             self._settle_last(self._pace.exchange(fails=self._fails, is_torn=is_torn, **none))
             if self._snapshots is not None:
                 self._take_snapshot()
