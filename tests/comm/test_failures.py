@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from torch import nn
 import lockstep
 from lockstep.comm import TensorBroadcast, all_gather, any_rank, have_same, start_all_reduce
 from lockstep.comm import backends as backends_module
-from lockstep.comm.failures import _blame, _Note
+from lockstep.comm.failures import _blame, _exchange_notes, _Note
 from lockstep.comm.shm import connect as connect_module
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 from tests.ranks import run_ranks
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 
@@ -189,3 +191,26 @@ def test_a_group_that_is_made_does_not_wait_for_a_stopped_store(
     with pytest.raises(RendezvousFailed, match=r"Rank 1 of 2 can't join: of the store"):
         backends_module._unused_store(options)
     store.goes_on.set()
+
+
+def test_rank_whose_time_is_up_as_well_is_not_taken_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection has ended, and it leaves its note late: the machine has much to do."""
+    monkeypatch.setattr("lockstep.comm.failures._GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("lockstep.comm.failures._NOTE_SECONDS", 5.0)
+    monkeypatch.setattr("lockstep.comm.failures._has_ended", lambda group, rank: rank == 1)
+    store = dist.HashStore()
+    group: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 0, get_group_store=lambda: store)
+    notes = dist.PrefixStore("lockstep/failed", store)
+    late = threading.Timer(0.2, lambda: notes.set("1", json.dumps(_Note(True, []))))
+    late.start()
+    mine, found = _Note(True, []), dict[int, _Note]()
+    monkeypatch.setattr("lockstep.comm.failures._POLL_SECONDS", 0.01)
+    thread = threading.Thread(target=_exchange_notes, args=(group, mine, found))
+    thread.start()
+    late.join()
+    assert until(lambda: 1 in found, 4)
+    notes.set("2", json.dumps(_Note(True, [])))  # it needn't be waited for
+    thread.join()
+    assert _blame(range(3), 0, mine, found) == ([], [])

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,9 +18,10 @@ import pytest
 
 import lockstep
 from lockstep.errors import BadLaunch, LaunchError, RankFailed
-from lockstep.launcher import START_AGAIN, Job, zygote
+from lockstep.launcher import START_AGAIN, Job, processes, zygote
 from lockstep.launcher.exit_codes import DONT_START_AGAIN
 from lockstep.launcher.restarts import Incident, Record, Verdict
+from lockstep.launcher.watch import Watch
 from tests.launcher.bench import Bench, lines_of
 from tests.waiting import until
 
@@ -406,3 +408,40 @@ def test_process_that_may_not_be_forked_is_started_anew_once(
     for pair in lines:
         for end in pair:
             end.close()
+
+
+def test_signal_that_no_rank_hears_is_kept_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is said once. A rank that has a handler gets it once."""
+    said: list[str] = []
+    sent: list[int] = []
+    handlers: set[int] = set()
+    monkeypatch.setattr(processes, "expects", lambda pid, number: number in handlers)
+    pending: list[int] = []
+    rank = SimpleNamespace(is_running=True, pid=0, send=sent.append, close=lambda: None)
+
+    def watch() -> Watch:
+        found = Watch.__new__(Watch)
+        found.__dict__ |= {
+            "_job": Job(b"", 1, 1, restarts=1),
+            "_ranks": [rank],
+            "_kept": set(),
+            "_selector": SimpleNamespace(close=lambda: None),
+            "console": SimpleNamespace(say=said.append),
+            "signals": SimpleNamespace(pending=pending),
+        }
+        return found
+
+    first = watch()
+    for _ in range(3):
+        first._pass_on(signal.SIGUSR2)
+    first.close()
+    assert said == ["SIGUSR2 came, and no rank has a handler for it: it is kept until one has."]
+    assert pending == [signal.SIGUSR2]
+    handlers.add(signal.SIGUSR2)
+    second = watch()
+    second._pass_on(pending.pop())
+    second.close()
+    assert sent == [signal.SIGUSR2]
+    assert pending == []

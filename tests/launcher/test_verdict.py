@@ -321,3 +321,14 @@ def test_a_rank_that_still_writes_its_core_is_not_asked_to_end() -> None:
         ours.close()
         os.waitpid(pid, 0)
     assert ending_signal(pid) == 0
+
+
+def test_rank_that_could_not_tell_of_its_failure_has_no_traceback_of_another_one() -> None:
+    text = "lockstep.errors.PeerLost: Rank 0 is gone; rank 1 waited for it"
+    told = Failure(1, 2.0, 1, ErrorText(text, text, text), told_of=(0,))
+    outcome = failure_outcome([told, replace(told, rank=2, at_seconds=3.0)], 3)
+    assert outcome.rank == 0
+    assert outcome.traceback is None
+    assert outcome.reason == f"rank 1 tells of it: {text}"
+    assert (outcome.message or "").startswith("rank 0 failed before all others, as they tell.")
+    assert text in (outcome.message or "")

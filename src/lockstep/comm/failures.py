@@ -191,7 +191,9 @@ def _exchange_notes(group: ProcessGroup, note: _Note, found: dict[int, _Note]) -
     with suppress(RuntimeError, AttributeError):
         store = dist.PrefixStore("lockstep/failed", group.get_group_store())
         store.set(str(here), json.dumps(note))
-        grace, patience = Deadline(_GRACE_SECONDS), Deadline(_NOTE_SECONDS)
+        # A rank whose time is up as well ends its connections some time before it leaves its note.
+        grace = Deadline(_NOTE_SECONDS if note.is_late else _GRACE_SECONDS)
+        patience = Deadline(_NOTE_SECONDS)
         while len(found) < len(others) and patience.left():
             for rank in others:
                 if rank not in found and store.check([str(rank)]):

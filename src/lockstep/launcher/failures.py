@@ -179,10 +179,19 @@ def failure_outcome(
     if earlier is not None:
         message = f"rank {earlier} failed before all others, as they tell. Of them, {message}"
     rank = absent[0] if len(absent) == 1 else culprit.rank
+    if earlier is not None:  # of which there is no more than what the culprit tells
+        return Outcome(
+            culprit.exit_code,
+            message=message,
+            rank=earlier,
+            at_seconds=culprit.at_seconds,
+            lost_a_peer=True,
+            reason=f"rank {culprit.rank} tells of it: {_reason(culprit)}",
+        )
     return Outcome(
         culprit.exit_code,
         message=message,
-        rank=rank if earlier is None else earlier,
+        rank=rank,
         signal=None if culprit.signal is None else signal_name(culprit.signal),
         traceback=culprit.traceback,
         at_seconds=culprit.at_seconds,

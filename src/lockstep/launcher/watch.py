@@ -196,7 +196,6 @@ class Watch:
         nexts = seconds, self.console.draw(), self._start.seconds_left(), self.console.check()
         self._resume()
         for number in [*self._kept]:
-            self._kept.discard(number)
             self._pass_on(number)
         times = [each for each in nexts if each is not None]
         if self._kept:
@@ -277,18 +276,24 @@ class Watch:
     def _pass_on(self, number: int) -> None:
         """Send the signal to the ranks that have a handler for it; it would end the others.
 
-        Where ranks are started again it is kept until one has: they may be about to get there.
+        Where ranks are started again it is kept until one has: they may be about to get there, or
+        those of the next attempt may.
         """
         running = [rank for rank in self._ranks if rank.is_running]
         able = [rank for rank in running if processes.expects(rank.pid, number)]
         for rank in able:
             rank.send(number)
-        if running and not able and self._job.restarts:
-            self._kept.add(number)
-        elif running and not able:
-            self.console.say(
-                f"{signal_name(number)} came, and no rank has a handler for it: nothing is done."
-            )
+        if not running:
+            return
+        if able:
+            self._kept.discard(number)
+        elif number not in self._kept:
+            came = f"{signal_name(number)} came, and no rank has a handler for it: "
+            if self._job.restarts:
+                self._kept.add(number)
+                self.console.say(f"{came}it is kept until one has.")
+            else:
+                self.console.say(f"{came}nothing is done.")
 
     def _tell_who_runs(self, seconds: float) -> None:
         running = ", ".join(str(rank.rank) for rank in self._ranks if rank.is_running)
@@ -320,7 +325,8 @@ class Watch:
         return any(rank.is_running for rank in self._ranks)
 
     def close(self) -> None:
-        """Close what the ranks' output and reports came through."""
+        """Close what the ranks' output and reports came through, and leave signals for the next."""
+        self.signals.pending += self._kept
         self._selector.close()
         for rank in self._ranks:
             rank.close()
