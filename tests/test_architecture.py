@@ -79,7 +79,7 @@ SHELVES = {
         "world": 2_750,
         "grad": 2_950,
         "nn": 7_810,
-        "launcher": 6_170,
+        "launcher": 6_185,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

@@ -334,16 +334,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.option("--max-restarts N", "The same, as torchrun calls it.", dest="restarts")
     run.option("--max_restarts", hidden, dest="restarts")
-    run.option(
-        "--nnodes N|MIN:MAX",
-        "On how many hosts this command is given; by default 1. MIN:MAX, with --restarts: as many "
-        "as come; when one is lost the others go on, and one that comes later takes part from a "
-        "step's end on.",
-    )
-    run.option(
-        "--node-rank R",
-        "Which of them this is, from 0. Left out, the hosts settle it among themselves.",
-    )
+    hosts = "On how many hosts this command is given; by default 1. MIN:MAX, with --restarts: as "
+    hosts += "many as come; the others go on when one is lost, and later ones join at a step's end."
+    run.option("--nnodes N|MIN:MAX", hosts)
+    node_rank = "Which of them this is, from 0. Left out, the hosts settle it among themselves."
+    run.option("--node-rank R", node_rank)
     run.option(
         "--rdzv-endpoint HOST:PORT", "Where the hosts meet: a free port of the first of them."
     )
@@ -353,11 +348,8 @@ def _parser() -> argparse.ArgumentParser:
         "How long hosts wait to meet; by default 300. With --restarts also how long they wait for "
         "a host that is gone, until 'lockstep run' is given there again.",
     )
-    run.option(
-        "--last-call SECONDS",
-        "With --nnodes MIN:MAX, how long hosts that begin a run wait for more once MIN have come; "
-        "by default 30.",
-    )
+    last_call = "With --nnodes MIN:MAX, for how long a run that begins waits for more than MIN."
+    run.option("--last-call SECONDS", last_call)
     run.option(
         "--host-timeout SECONDS",
         "For how long nothing is heard of a host before it counts as lost, and all ranks are "
