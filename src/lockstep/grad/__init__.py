@@ -4,7 +4,7 @@ from lockstep.grad.assign import MIB, assign_buckets
 from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.deferred import DeferredBucket
-from lockstep.grad.describe import BucketFacts, describe_buckets
+from lockstep.grad.describe import DescribedBucket, describe_buckets
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.one_pass import Phase
 from lockstep.grad.reducer import Reducer
@@ -22,10 +22,10 @@ from lockstep.torch_private import gradient_of, set_gradient
 
 __all__ = [
     "MIB",
-    "BucketFacts",
     "CommHook",
     "DeferredBucket",
     "DeferredParameter",
+    "DescribedBucket",
     "GradBucket",
     "Phase",
     "Reducer",

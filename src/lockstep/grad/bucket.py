@@ -43,10 +43,7 @@ class Bucket:
         contents: The gradients.
         group: The ranks.
         can_average: Whether the group can average them faster than this rank can scale its own.
-        now: What belongs to the backward that runs; outside of one there is none.
     """
-
-    now: BucketPass
 
     # For those who show buckets.
     is_hooked = is_deferred = False
@@ -60,6 +57,11 @@ class Bucket:
         self.can_average = can and can_average(group, contents.plan.device)
 
     @property
+    def now(self) -> BucketPass:
+        """What belongs to the backward that runs."""
+        return self.contents.now
+
+    @property
     def num_bytes(self) -> int:
         """The size of what is sent."""
         return self.contents.num_bytes
@@ -67,7 +69,7 @@ class Bucket:
     def open_pass(self, scale: float) -> None:
         """Take up what belongs to a backward, in which sums are means of gradients by ``scale``."""
         is_averaged = self.can_average and scale == 1 / self.group.size()
-        self.now = self.contents.open_pass(1 if is_averaged else scale, is_averaged=is_averaged)
+        self.contents.open_pass(1 if is_averaged else scale, is_averaged=is_averaged)
 
     def begin(self) -> None:
         """A backward begins: gradients of the last one that the program keeps are left to it."""
@@ -136,7 +138,6 @@ class Bucket:
 
     def end(self) -> None:
         """Drop what belongs to the backward, which is over."""
-        vars(self).pop("now", None)
         self.contents.end_pass()
 
     def when_rearranged(self) -> Self | None:
@@ -210,7 +211,7 @@ class HookedBucket(Bucket):
 
     def open_pass(self, scale: float) -> None:
         """Take up what belongs to a backward; scaling is the hook's."""
-        self.now = self.contents.open_pass(1, is_averaged=False)
+        self.contents.open_pass(1, is_averaged=False)
 
     def fill_failed(self) -> None:
         """Fill what leaves with 0, as a hook may keep it for later steps."""

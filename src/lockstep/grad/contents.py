@@ -115,10 +115,9 @@ class Contents:
         """As in the backward that runs; nothing that lasts if none does."""
         return self.now.kept if hasattr(self, "now") else {}
 
-    def open_pass(self, scale: float, *, is_averaged: bool) -> BucketPass:
+    def open_pass(self, scale: float, *, is_averaged: bool) -> None:
         """Take up what belongs to a backward, before anything in it can fail."""
         self.now = BucketPass(len(self.parameters), scale, is_averaged=is_averaged)
-        return self.now
 
     def end_pass(self) -> None:
         """Drop what belongs to the backward, which is over."""

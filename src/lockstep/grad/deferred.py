@@ -192,8 +192,8 @@ class DeferredBucket(UnsummedBucket):
     def _sum_to(self, gradient: torch.Tensor, position: int) -> None:
         with _InferenceMode(False), torch.no_grad():
             like = self.contents.memory.views[position]
-            has_layout = gradient.shape == like.shape and gradient.stride() == like.stride()
-            total = gradient if has_layout else torch.empty_like(like)
+            is_alike = gradient.shape == like.shape and gradient.stride() == like.stride()
+            total = gradient if is_alike else torch.empty_like(like)
             self.sum_into(total.as_strided((total.numel(),), (1,)), self.contents.offsets[position])
             if total is not gradient:
                 gradient.copy_(total)

@@ -12,7 +12,7 @@ from lockstep.grad.memory import ALIGNMENT, aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
 
 
-class BucketFacts(NamedTuple):
+class DescribedBucket(NamedTuple):
     """A bucket, or one that the first backward will have."""
 
     parameter_names: list[str]
@@ -21,11 +21,11 @@ class BucketFacts(NamedTuple):
     is_deferred: bool
 
 
-def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
+def describe_buckets(reducer: Reducer) -> list[DescribedBucket]:
     """Return the buckets in the order in which they are launched."""
     if reducer._buckets:
         return [
-            BucketFacts(
+            DescribedBucket(
                 bucket.contents.parameter_names,
                 sum(view.nbytes for view in bucket.contents.memory.views),
                 bucket.num_bytes,
@@ -48,5 +48,5 @@ def describe_buckets(reducer: Reducer) -> list[BucketFacts]:
         if kind is DeferredBucket:
             numel = SharedBuffers.numel_with_note(numel, dtype)
         names, num_bytes = [name for name, _ in named], sum(sizes) * dtype.itemsize
-        found.append(BucketFacts(names, num_bytes, numel * dtype.itemsize, kind is not None))
+        found.append(DescribedBucket(names, num_bytes, numel * dtype.itemsize, kind is not None))
     return found

@@ -22,10 +22,9 @@ from lockstep.grad.bucket import Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
-from lockstep.grad.gradient_order import GradientOrder
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
 from lockstep.grad.rows import hooked_rows, mean_of_rows
-from lockstep.grad.table import GradientTable
+from lockstep.grad.table import GradientOrder, GradientTable
 from lockstep.grad.unsummed import UnsummedBucket
 
 

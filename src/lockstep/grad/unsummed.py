@@ -153,7 +153,7 @@ class UnsummedBucket(Bucket, ABC):
         """Return this bucket, whose order is that of the optimizer's memory."""
         return self
 
-    def has_layout(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
+    def matches(self, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
         """Whether it has exactly these parameters, with gradients at these ``offsets``."""
         are_same = [*map(id, parameters)] == [*map(id, self.contents.parameters)]
         return are_same and [*offsets] == self.contents.offsets[:-1]

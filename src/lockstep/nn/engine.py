@@ -278,7 +278,7 @@ class Engine:
         Otherwise a rank would wait for ranks that know of none. If any rank has told, every rank
         calls :meth:`agree` at the end of the backward.
         """
-        if self.renormed.has_to_tell() or self.buffers.has_changed():
+        if self.renormed.must_exchange() or self.buffers.has_changed():
             return True
         return not self.is_stale and bool(self.put_behind())
 

@@ -69,7 +69,7 @@ class RenormedRows:
         """Return for each table whether rows have changed."""
         return [id(table) in self._noted for _, table in self._tables]
 
-    def has_to_tell(self) -> bool:
+    def must_exchange(self) -> bool:
         """Whether ranks have to exchange rows; if any has to, every rank does."""
         return self._is_always_told or bool(self._noted)
 

@@ -221,7 +221,7 @@ class _RankTrace:
         found = self._loaders.get(id(same))
         if found is not None and found[0]() is same:
             return found[1]
-        facts = _facts_of(loader)
+        facts = _described(loader)
         # One that is made anew in each epoch keeps its number.
         alike = *facts, torch.is_grad_enabled()
         former, number = self._alike_loaders.get(alike, (None, 0))
@@ -330,7 +330,7 @@ def _same(loader: object) -> object:
     return loader
 
 
-class _LoaderFacts(NamedTuple):
+class _DescribedLoader(NamedTuple):
     """What the report says of a loader."""
 
     dataset: str
@@ -339,8 +339,8 @@ class _LoaderFacts(NamedTuple):
     persistent: bool
 
 
-def _facts_of(loader: Any) -> _LoaderFacts:
-    """Return the facts of one of our loaders, or of an iterator over one of torch's."""
+def _described(loader: Any) -> _DescribedLoader:
+    """Return what the report says of one of our loaders, or of an iterator over one of torch's."""
     dataset = getattr(loader, "dataset", getattr(loader, "_dataset", None))
     workers = getattr(loader, "num_workers", getattr(loader, "_num_workers", 0))
     persists = getattr(loader, "persistent_workers", getattr(loader, "_persistent_workers", False))
@@ -348,7 +348,7 @@ def _facts_of(loader: Any) -> _LoaderFacts:
         num_samples = len(dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a stream
         num_samples = None
-    return _LoaderFacts(type(dataset).__name__, num_samples, workers, bool(persists))
+    return _DescribedLoader(type(dataset).__name__, num_samples, workers, bool(persists))
 
 
 def _in_span(name: str) -> Callable[[Any], Any]:

@@ -159,25 +159,25 @@ class FlatParameters:
         return self.part(self._updated, pieces)
 
     def deferred_bucket(self) -> UnsummedBucket | None:
-        """Return the bucket of all gradients, if they are unsummed, in the parameters' layout."""
+        """Return the bucket of all gradients, if they are unsummed, at the parameters' offsets."""
         found = unsummed_bucket_of(self._order[0])
         if found is None:
             return None
         bucket, _ = found
         if self._followed is None or bucket is not self._followed():
-            if not self._is_layout_of(bucket):
+            if not self._matches(bucket):
                 return None
             self._followed = weakref.ref(bucket)
         return bucket if bucket.are_all_unsummed() else None
 
-    def sum_if_laid_out_otherwise(self) -> None:
-        """Gather scattered gradients in buckets of another layout. Every rank must call it."""
+    def sum_unmatched(self) -> None:
+        """Gather scattered gradients at other offsets than the parameters. Every rank calls it."""
         for bucket, _ in filter(None, map(unsummed_bucket_of, self.parameters)):
-            if isinstance(bucket, ScatteredBucket) and not self._is_layout_of(bucket):
+            if isinstance(bucket, ScatteredBucket) and not self._matches(bucket):
                 bucket.sum_unsummed()
 
-    def _is_layout_of(self, bucket: UnsummedBucket) -> bool:
-        return bucket.has_layout(self._order, sorted(self._blocks.offsets))
+    def _matches(self, bucket: UnsummedBucket) -> bool:
+        return bucket.matches(self._order, sorted(self._blocks.offsets))
 
     def has_moved(self) -> bool:
         """Whether the program has replaced the data of a parameter (``p.data = ...``).

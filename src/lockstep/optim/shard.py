@@ -87,7 +87,7 @@ class Shard:
             self._has_stepped = values is not None
 
     def take_from(self, bucket: UnsummedBucket) -> None:
-        """Set its gradient to the mean of its elements of ``bucket``, which has the same layout.
+        """Set its gradient to the mean of its elements of ``bucket``, which has the same offsets.
 
         The next shard's may take its place in memory.
         """
@@ -97,7 +97,7 @@ class Shard:
         self._use(self._means)
 
     def take_mean(self, bucket: ScatteredBucket) -> None:
-        """Set its gradient to its elements of ``bucket``, which has the same layout."""
+        """Set its gradient to its elements of ``bucket``, which has the same offsets."""
         self._use(bucket.means(self._start, self._start + self.values.numel()))
 
     def take_gradient(self, *, may_be_view: bool = True) -> None:

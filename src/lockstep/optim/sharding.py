@@ -275,7 +275,7 @@ class Sharding:
                     parts[shard.group].unsummed.append((shard, bucket))
             self._updated[flat] = flat.parameters
             return shards
-        flat.sum_if_laid_out_otherwise()
+        flat.sum_unmatched()
         if flat.keeps_whole:
             for shard in shards:
                 shard.take_gradient()
