@@ -96,7 +96,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 5_200,
+        "observe": 5_800,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

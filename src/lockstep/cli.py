@@ -311,8 +311,13 @@ def _parser() -> argparse.ArgumentParser:
         "Record what every rank does and when, in files in DIR: trace.json is for "
         "https://ui.perfetto.dev.",
     )
+    steps = "Record these steps alone, from 0; the last one is STOP - 1."
+    run.option("--trace-steps FIRST:STOP", steps)
     run.option(
-        "--trace-steps FIRST:STOP", "Record these steps alone, from 0; the last one is STOP - 1."
+        "--baseline",
+        "With --trace: first take 30 steps on one rank, to tell how many times as fast the ranks "
+        "are. The script begins twice, and so do its files.",
+        action="store_true",
     )
     run.option(
         "--grace SECONDS",
@@ -433,6 +438,7 @@ def _run(
     float64: bool = False,
     trace: str | None = None,
     trace_steps: str | None = None,
+    baseline: bool = False,
     **options: Any,
 ) -> None:
     if check is not None:
@@ -446,12 +452,10 @@ def _run(
     if float64:
         raise BadLaunch("--float64 is for --check STEPS. Leave it out.")
     job = launcher.job_of(**options)
-    if trace is not None:
+    if trace is not None or trace_steps is not None or baseline:
         from lockstep.observe import traced
 
-        job = traced(job, trace, trace_steps)
-    elif trace_steps is not None:
-        raise BadLaunch("--trace-steps is for --trace DIR. Leave it out.")
+        job = traced(job, trace, trace_steps, baseline)
     launcher.run_job(job)
 
 

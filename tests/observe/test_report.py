@@ -18,8 +18,9 @@ import lockstep
 from lockstep import cli
 from lockstep.errors import TraceError
 from lockstep.observe import sections
-from lockstep.observe.analysis import PHASES, Late, late_rank, step_times, summary
+from lockstep.observe.analysis import PHASES, step_times
 from lockstep.observe.records import LoaderUse
+from lockstep.observe.summary import Evaluations, Late, late_rank, summary
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
 from tests.observe.traced import MS, Slow, rank_of, train_slowly, two_ranks
@@ -158,7 +159,12 @@ def test_it_says_what_holds_a_run_back() -> None:
     assert "waited in different operations" in unmatched
     assert "sending gradients" not in unmatched
     assert "outside of loader" in words_of(phases={"other": 0.3})
-    assert "goes into evaluations" in words_of(phases={"evaluation": 0.3, "data": 0.2})
+    # Two steps of 10.5 ms.
+    evaluates = words_of(evaluations=Evaluations(1, 0.009, 0.0, None))
+    assert "Besides the steps a rank evaluates for 9.00 ms, 30% of the time" in evaluates
+    awaits = words_of(evaluations=Evaluations(1, 0.0, 0.009, 1))
+    assert "a rank waits for 9.00 ms while another one evaluates, mostly rank 1" in awaits
+    assert "evaluate" not in words_of(evaluations=Evaluations(1, 0.001, 0.001, 1))
     assert "90% of the time is spent in forward" in words_of(phases={"backward": 0.9})
 
 
@@ -175,7 +181,7 @@ def test_advice_about_data_is_about_the_loader_that_there_is() -> None:
     # 4 batches of 420 take ten times as long as the others.
     assert "persistent_workers" not in has_workers
     slow = {"num_firsts": 40, "firsts": 40.0}
-    assert "takes 1.00 s, and another one 100.0 ms: persistent_workers=True" in of_loader(**slow)
+    assert "takes 1.00 s, and another one 100 ms: persistent_workers=True" in of_loader(**slow)
     assert "persistent_workers" not in of_loader(**slow, persistent=True)
     assert "persistent_workers" not in of_loader(**slow, workers=0)
     use = LoaderUse(0, "Digits", 2, True, True, 0, 0.0, 400, 40.0)
@@ -186,7 +192,7 @@ def test_advice_about_data_is_about_the_loader_that_there_is() -> None:
 
 def test_a_phase_is_blamed_only_if_it_takes_as_much_longer() -> None:
     late = Late(1, "backward", 0.3, seconds=0.010, excess=0.004, waited=0.005)
-    assert "10.0 ms of a step in the backward, 4.0 ms more" in words_of(late=late)
+    assert "10.0 ms of a step in the backward, 4.00 ms more" in words_of(late=late)
     unclear = words_of(late=late._replace(excess=0.001))
     assert "wait for rank 1 for 30% of their time" in unclear
     assert "backward" not in unclear

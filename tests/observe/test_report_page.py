@@ -19,10 +19,12 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.observe import report, sections
-from lockstep.observe.analysis import step_times, summary
+from lockstep.observe.analysis import step_times
+from lockstep.observe.ladder import ladder
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.records import RankSpans, StepEnd
+from lockstep.observe.summary import summary
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
 from tests.observe.traced import MS, Slow, rank_of, train_slowly, two_ranks
@@ -70,7 +72,8 @@ def test_a_page_may_have_any_names_in_it() -> None:
     facts = {0: {"bytes": 100, "parameters": bad, "index": 0}}
     entry = {"step": 1, "time": 12 * MS, "log": {bad: 0.5}}
     ranks[0] = ranks[0]._replace(bucket_facts=facts, logged=[entry])
-    html = "".join(page(bad, bad, bad, ranks, step_times(ranks), (("rank",), [["0"]])))
+    steps = step_times(ranks)
+    html = "".join(page(bad, bad, bad, ranks, steps, ladder(ranks, steps, None), bad))
     assert html.count("</script>") == 2
     assert "<b>" not in html
     assert drawn_in(html)["logged"] == {bad: [[1, 0.5]]}
@@ -168,20 +171,23 @@ def test_scaling_says_what_it_assumes() -> None:
         r._replace(facts={"device": "cpu", "cores": 2, "local_world_size": 4}) for r in two_ranks()
     ]
     steps = step_times(ranks)
-    section = sections.scaling(predict(ranks, steps, None, 64), ranks, 64)
+    section = sections.scaling(predict(ranks, steps, None, 64), ranks, 64, 0.04)
     assert section is not None
-    assert [row[0] for row in section.rows[:3]] == ["2 measured", "2", "4"]
+    # Both steps take 10.5 ms on average: one step time, and no other by the model.
+    assert section.rows[0] == ["2 measured", "10.5", "2.00", "1.00", "71%", "10.5", "3.81"]
+    assert [row[0] for row in section.rows[1:3]] == ["4", "8"]
+    assert "own number of ranks it is" in section.note
     assert section.rows[-1][0] == "1,024"
-    assert section.rows[7][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
-    assert "-" not in section.rows[6]
+    assert section.rows[6][-2:] == ["-", "-"]  # 128 ranks, of 64 samples
+    assert "-" not in section.rows[5]
     assert "as between the ranks of this run" in section.note
     assert "0.5 cores, as they had: 4 ranks shared 2" in section.note
     assert "of 64 samples among the ranks" in section.note
-    given = sections.scaling(predict(ranks, steps, parse_network("10gbe")), ranks, None)
+    given = sections.scaling(predict(ranks, steps, parse_network("10gbe")), ranks, None, 0.04)
     assert given is not None
-    assert "for the given network: 30 us a message and 10 Gbit/s." in given.note
+    assert "for the given network: 30.0 µs a message and 10 Gbit/s." in given.note
     assert "samples among" not in given.note
-    assert sections.scaling(None, ranks, None) is None
+    assert sections.scaling(None, ranks, None, 0.04) is None
 
 
 def test_the_report_has_all_sections(tmp_path: Path, capsys: Any) -> None:
@@ -193,7 +199,7 @@ def test_the_report_has_all_sections(tmp_path: Path, capsys: Any) -> None:
         assert title in told
     assert ">Throughput</h2>" in html
     assert "steps/s" in told  # torch's loader doesn't tell the samples
-    for words in ("20 us a message and 25 Gbit/s", "1,024"):
+    for words in ("20.0 µs a message and 25 Gbit/s", "1,024"):
         assert words in " ".join(told.split())
         assert words in html
     curves = [curve for curve in drawn_in(html)["curves"] if curve]

@@ -304,7 +304,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Any, script: Path) -> Itera
 def test_bad_options_are_refused(refused: Any, tmp_path: Path) -> None:
     assert "two numbers are needed, as in 10:20" in refused("--trace", "x", "--trace-steps", "5")
     assert "two numbers are needed" in refused("--trace", "x", "--trace-steps", "5:5")
-    assert "is for --trace DIR" in refused("--trace-steps", "1:5")
+    assert "--trace-steps is for --trace DIR" in refused("--trace-steps", "1:5")
+    assert "--baseline is for --trace DIR" in refused("--baseline")
+    alone = refused("-n", "1", "--trace", str(tmp_path / "alone"), "--baseline")
+    assert "compares several ranks of one host with one" in alone
     (tmp_path / "file").write_text("")
     assert "can't be written to" in refused("--trace", str(tmp_path / "file"))
 

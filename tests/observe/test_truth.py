@@ -15,8 +15,11 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.observe import report
-from lockstep.observe.analysis import step_times, summary
+from lockstep.observe.analysis import step_times
+from lockstep.observe.ladder import ladder
+from lockstep.observe.quantities import duration, in_three_digits, size
 from lockstep.observe.sections import global_batch, loaders
+from lockstep.observe.summary import counted_of, summary
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
 
@@ -261,7 +264,7 @@ def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) 
     has_loader = "without a loader" not in name
     if truth.batch is not None or not has_loader:
         assert global_batch(ranks) == truth.batch
-    assert (found.phases["evaluation"] > 0) == truth.evaluates
+    assert (found.evaluations.seconds > 0) == truth.evaluates
     uses = loaders(ranks, steps)
     used_for = [] if uses is None else [row[1] for row in uses.rows]
     if name != "evaluation on its own data":
@@ -270,13 +273,15 @@ def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) 
     # One step time, on the whole page.
     report(str(tmp_path), text=True)
     told = " ".join(capsys.readouterr().out.split())
-    taken = f"{1e3 * found.seconds_per_step:,.2f}"
-    assert f"A step takes {taken} ms on average" in told
-    assert f"2 measured {taken}" in told
-    assert f"{found.gradient_bytes:,.0f} bytes of gradients" in told
-    assert in_words(found) in told
-    totals = [sum(s.total for each in steps[1:] for s in each) / 2e6 / len(steps[1:])]
-    assert taken == f"{totals[0]:,.2f}"
+    [taken] = [sum(s.total for each in steps[1:] for s in each) / 2e9 / len(steps[1:])]
+    assert found.seconds_per_step == pytest.approx(taken, abs=1e-9)
+    assert f"A step takes {duration(taken)} on average" in told
+    assert f"2 measured {in_three_digits(1e3 * taken)}" in told
+    assert f"a step {in_three_digits(1e3 * taken)}" in told
+    assert f"{size(found.gradient_bytes)} of gradients" in told
+    rungs = ladder(ranks, counted_of(steps), truth.batch)
+    assert rungs.ideal + sum(rung.seconds for rung in rungs.rungs) == pytest.approx(taken)
+    assert in_words(found, rungs) in told
 
 
 def test_forwards_of_micro_batches_are_forwards(tmp_path: Path) -> None:

@@ -1,26 +1,27 @@
-"""What a trace says: where the time of steps goes, which rank is late, and why.
+"""Where the time of steps goes, by rank.
 
 A step of a rank is from the end of its last optimizer step to the end of the next. In it the ranks
 meet: each wait of one rank belongs to one wait of every other. None of them ends before the last
 rank has come, so that the time up to there is spent waiting for that rank, and what is left is the
-transfer.
+transfer. Evaluations are no part of a step: neither a rank's own, with all that is in it, nor the
+time for which it waits while another rank evaluates.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import statistics
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Generic, NamedTuple
 
 from lockstep.errors import TraceError
 from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns, in_order, is_among
-from lockstep.observe.records import Bucket, LoaderUse, RankSpans, Span, slowest_loader
+from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.replay import RankParts, Replay
 
 # What a rank does by itself; "other" is what no span tells.
 PHASES = (
@@ -29,7 +30,6 @@ PHASES = (
     "backward",
     "collectives",
     "optimizer",
-    "evaluation",
     "save",
     "other",
 )
@@ -38,9 +38,6 @@ _OF_TRAINING = ("data", "forward")  # unless they are in an evaluation
 _SENDS_GRADIENTS = ("backward", "average")
 _NEVER = 1 << 63  # later than any time
 _MANY = 4096
-# A rank is late if the others wait for it at least this part of the time, and longer than for any
-# other by this factor.
-_LATE_PART, _LATE_FACTOR = 0.05, 2.0
 
 
 class StepTimes(NamedTuple):
@@ -50,59 +47,27 @@ class StepTimes(NamedTuple):
     step: int
     start: int
     stop: int
+    evaluation: int  # between these, but no part of the step: this rank's own
+    evaluations_of: dict[int, int]  # and what it waited while these others evaluated
     phases: dict[str, int]
     waits_for: dict[int, int]  # by the rank that came last
     transfer: int  # exposed: the program waits for it
     of_gradients: int  # the part of the transfer that is within backwards
     hidden: int  # while the program computes
     between: dict[tuple[str, str], int]  # "other", by the names of the spans before and after it
+    saved: dict[str, int]  # by how much it would be shorter without something: see Replay
     # Whether the ranks waited in the same operations. If not, all of the waits count as transfer.
     is_matched: bool
 
     @property
     def total(self) -> int:
-        """The length of the step."""
-        return self.stop - self.start
+        """The length of the step, without evaluations."""
+        return self.stop - self.start - self.evaluation - sum(self.evaluations_of.values())
 
     @property
     def waiting(self) -> int:
         """The time of waiting for other ranks."""
         return sum(self.waits_for.values())
-
-
-class Late(NamedTuple):
-    """A rank for which the others wait."""
-
-    rank: int
-    phase: str  # that takes it longer than the others
-    part: float  # of the time of the others
-    seconds: float  # a step, in that phase
-    excess: float  # seconds a step, over the median of the others
-    waited: float  # seconds a step that the others wait for it, on average
-
-
-class Summary(NamedTuple):
-    """A trace as a whole, in parts of the time of all ranks' steps."""
-
-    num_ranks: int
-    num_steps: int
-    seconds_per_step: float  # the mean over ranks and steps
-    spread: tuple[float, float]  # quartiles
-    phases: dict[str, float]
-    waiting: float
-    transfer: float
-    of_gradients: float  # of the transfer
-    hidden: float
-    gradient_bytes: float  # that a rank gives to collectives, or a hook, in a step
-    collective_bytes: float  # all that a rank gives to collectives in a step
-    is_hooked: bool  # a communication hook takes the gradients
-    is_sharded: bool  # a sharded optimizer does
-    between: tuple[str, str]  # the spans around most of "other"
-    num_unmatched: int  # steps in which the ranks waited in different operations
-    late: Late | None
-    loader: LoaderUse | None  # the one that takes most time, on the late rank if there is one
-    num_ranks_of_host: int
-    num_cores: int | None  # of that host; None if the ranks compute on other devices
 
 
 class _OfRanks(Rows[Sequence[StepTimes]]):
@@ -127,14 +92,21 @@ def step_times(ranks: Sequence[RankSpans]) -> Sequence[Sequence[StepTimes]]:
     """
     found = Columns(StepTimes)
     numbers = [each.rank for each in ranks]
-    by_number = attrgetter("number")
+    by_number, replay = attrgetter("number"), Replay(len(ranks))
     merged = heapq.merge(*map(_finished, ranks), key=by_number)
     for _, same in itertools.groupby(merged, key=by_number):
         steps = [*same]
         if len(steps) == len(ranks):
-            last = _last_to_come(numbers, [waits_among(step.spans) for step in steps])
-            for number, step in zip(numbers, steps, strict=True):
-                found.append(_times_of(number, step, last))
+            waits = [waits_among(step.spans) for step in steps]
+            last = _last_to_come(numbers, waits)
+            if last or not any(waits):
+                came = [*last.of("time")]
+                saved = replay.without([_parts(step, came) for step in steps])
+            else:
+                saved = replay.without_meetings()
+            evaluated = dict(zip(numbers, map(_evaluated, steps), strict=True))
+            for number, step, less in zip(numbers, steps, saved, strict=True):
+                found.append(_times_of(number, step, last, evaluated, less))
     if not found:
         raise TraceError("The trace has no optimizer step that all ranks have finished.")
     return _OfRanks(found, len(ranks))
@@ -219,6 +191,32 @@ def spans_within(spans: Chosen[Span], start: int, stop: int) -> Chosen[Span]:
     return spans.where(are_taken())
 
 
+def outside_of_evaluations(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield the evaluations, and what isn't in one."""
+    until = -_NEVER
+    for span in spans:
+        if span.name == "evaluation":
+            until = max(until, span.stop)
+        if span.name == "evaluation" or span.start >= until:
+            yield span
+
+
+class _Evaluated(NamedTuple):
+    """The evaluations of one rank in a step, and how long they are before each of its waits."""
+
+    found: Union
+    before_waits: list[int]
+
+
+def _evaluated(step: _Step) -> _Evaluated:
+    found = union((s.start, min(s.stop, step.stop)) for s in step.spans if s.name == "evaluation")
+    before, last = [], step.start
+    for wait in waits_among(step.spans):
+        before.append(found.within(last, wait.start) if found.starts else 0)
+        last = wait.stop
+    return _Evaluated(found, before)
+
+
 def waits_among(spans: Chosen[Span]) -> Chosen[Span]:
     """Return the waits for other ranks."""
     return spans.where(span.name == "wait" for span in spans)
@@ -241,12 +239,34 @@ class _Came(NamedTuple):
     rank: int
 
 
-def _times_of(rank: int, step: _Step, last: Sequence[_Came]) -> StepTimes:
+def _parts(step: _Step, came: Sequence[int]) -> RankParts:
+    """Return a rank's own time between its waits, at each of which the last rank came so late."""
+    waits = waits_among(step.spans)
+    starts = array("q", (wait.start for wait in waits))
+    stops = [step.start, *(wait.stop for wait in waits)]
+    own = [begin - end for begin, end in zip((*starts, step.stop), stops, strict=True)]
+    phases = [Counter[str]() for _ in own]
+    for begin, end, name in intervals(step.start, outside_of_evaluations(step.spans), step.stop):
+        if name != "wait":
+            phases[bisect_right(starts, begin)][_PHASES_OF_SPANS.get(name, name)] += end - begin
+    after = [end - time for end, time in zip(stops[1:], came, strict=True)]
+    return RankParts(step.start, step.stop, own, phases, after)
+
+
+def _times_of(
+    rank: int,
+    step: _Step,
+    last: Sequence[_Came],
+    evaluated: dict[int, _Evaluated],
+    saved: dict[str, int],
+) -> StepTimes:
     phases = dict.fromkeys(PHASES, 0)
     between: Counter[tuple[str, str]] = Counter()
+    evaluation = 0
     # Around a step there are others, that end with their optimizer.
     edge = [(0, 0, "optimizer")]
-    parts = itertools.chain(edge, intervals(step.start, step.spans, step.stop), edge)
+    inner = intervals(step.start, outside_of_evaluations(step.spans), step.stop)
+    parts = itertools.chain(edge, inner, edge)
     (_, _, before), (begin, end, name) = next(parts), next(parts)
     for after_begin, after_end, after in parts:
         phase = _PHASES_OF_SPANS.get(name, name)
@@ -254,17 +274,26 @@ def _times_of(rank: int, step: _Step, last: Sequence[_Came]) -> StepTimes:
             phases[phase] += end - begin
         if name == "other":
             between[before, after] += end - begin
+        if name == "evaluation":
+            evaluation += end - begin
         before, begin, end, name = name, after_begin, after_end, after
-    gradients = _union((s.start, s.stop) for s in step.spans if s.name in _SENDS_GRADIENTS)
-    waits_for: Counter[int] = Counter()
+    gradients = union((s.start, s.stop) for s in step.spans if s.name in _SENDS_GRADIENTS)
+    waits_for, evaluations_of, own = Counter[int](), Counter[int](), evaluated[rank]
     transfer = of_gradients = 0
     waits = waits_among(step.spans)
     for index, span in enumerate(waits):
+        if span.start < own.found.until(span.start):
+            continue
         waited = 0
         if last:
             came, rank_of_last = last[index]
-            waited = max(0, min(came, span.stop) - span.start)
-            waits_for[rank_of_last] += waited
+            came = max(span.start, min(came, span.stop))
+            waited = came - span.start
+            # Had it evaluated no longer than this rank, it would have come that much earlier.
+            longer = evaluated[rank_of_last].before_waits[index] - own.before_waits[index]
+            if (awaited := min(waited, longer)) > 0:
+                evaluations_of[rank_of_last] += awaited
+            waits_for[rank_of_last] += waited - max(0, awaited)
         exposed = span.stop - span.start - waited
         transfer += exposed
         of_gradients += exposed * (span.start < gradients.until(span.start))
@@ -273,12 +302,15 @@ def _times_of(rank: int, step: _Step, last: Sequence[_Came]) -> StepTimes:
         step=step.number,
         start=step.start,
         stop=step.stop,
+        evaluation=evaluation,
+        evaluations_of=evaluations_of,
         phases=phases,
         waits_for=waits_for,
         transfer=transfer,
         of_gradients=of_gradients,
         hidden=_hidden(step.buckets, waits),
         between=between,
+        saved=saved,
         is_matched=bool(last) or not waits,
     )
 
@@ -312,13 +344,13 @@ def intervals(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[in
 
 def _hidden(buckets: Iterable[Bucket], waits: Iterable[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
-    waiting = _union((span.start, span.stop) for span in waits)
+    waiting = union((span.start, span.stop) for span in waits)
     under_way = ((bucket.launched, bucket.done) for bucket in buckets)
-    both = _union(itertools.chain(under_way, zip(waiting.starts, waiting.stops, strict=True)))
+    both = union(itertools.chain(under_way, zip(waiting.starts, waiting.stops, strict=True)))
     return both.length - waiting.length
 
 
-class _Union(NamedTuple):
+class Union(NamedTuple):
     """Intervals that don't touch, sorted."""
 
     starts: array[int]
@@ -326,6 +358,7 @@ class _Union(NamedTuple):
 
     @property
     def length(self) -> int:
+        """The length of all of them."""
         return sum(self.stops) - sum(self.starts)
 
     def until(self, time: int) -> int:
@@ -333,122 +366,22 @@ class _Union(NamedTuple):
         index = bisect_right(self.starts, time) - 1
         return self.stops[index] if index >= 0 else -_NEVER
 
+    def within(self, start: int, stop: int) -> int:
+        """Return the length of what lies between two times."""
+        pairs = zip(self.starts, self.stops, strict=True)
+        return sum(max(0, min(end, stop) - max(begin, start)) for begin, end in pairs)
 
-def _union(intervals: Iterable[tuple[int, int]]) -> _Union:
+
+def union(intervals: Iterable[tuple[int, int]]) -> Union:
+    """Return what is in any of the intervals."""
     found = Columns(_Interval, itertools.starmap(_Interval, intervals))
-    union = _Union(array("q"), array("q"))
+    joined = Union(array("q"), array("q"))
     # The order of many takes less memory, and that of few is quicker so.
     is_many = len(found) > _MANY
     for start, stop in found.at(found.order("start")) if is_many else sorted(found):
-        if union.stops and start <= union.stops[-1]:
-            union.stops[-1] = max(stop, union.stops[-1])
+        if joined.stops and start <= joined.stops[-1]:
+            joined.stops[-1] = max(stop, joined.stops[-1])
         elif start < stop:  # unless the trace is damaged
-            union.starts.append(start)
-            union.stops.append(stop)
-    return union
-
-
-def late_rank(steps: Sequence[Sequence[StepTimes]]) -> Late | None:
-    """Return the rank for which the others wait, if there is one, and what it does meanwhile.
-
-    It is the phase that takes it longer than the others, which need not be longer for a rank that
-    is late in one phase and early in another.
-    """
-    num_ranks = len(steps[0])
-    waited: Counter[int] = Counter()
-    for together in steps:
-        for times in together:
-            waited.update({rank: ns for rank, ns in times.waits_for.items() if rank != times.rank})
-    if num_ranks < 2 or not waited:
-        return None
-    (rank, most), *others = waited.most_common()
-    time_of_others = sum(s.total for together in steps for s in together if s.rank != rank)
-    part = most / max(1, time_of_others)
-    if part < _LATE_PART or (others and most < _LATE_FACTOR * others[0][1]):
-        return None
-    excess: Counter[str] = Counter()
-    phases: Counter[str] = Counter()
-    for together in steps:
-        (late,) = (times for times in together if times.rank == rank)
-        phases.update(late.phases)
-        for phase in PHASES:
-            typical = statistics.median(s.phases[phase] for s in together if s.rank != rank)
-            excess[phase] += round(late.phases[phase] - typical)
-    (phase, longer) = excess.most_common(1)[0]
-    each = 1e9 * len(steps)
-    waited_each = most / (num_ranks - 1) / each
-    return Late(rank, phase, part, phases[phase] / each, longer / each, waited_each)
-
-
-def length(together: Sequence[StepTimes]) -> int:
-    """Return how long a step takes, as the mean over its ranks."""
-    return round(statistics.fmean(times.total for times in together))
-
-
-def _gradient_bytes(found: RankSpans, steps: Collection[int]) -> int:
-    """Return the bytes of gradients that the rank gave to collectives or to a hook in steps."""
-    total: int = sum(
-        found.bucket_facts[bucket.number]["bytes"]
-        for bucket in found.buckets
-        if bucket.step in steps
-    )
-    rows = _union((span.start, span.stop) for span in found.spans if span.name == "rows")
-    for wait in found.spans if rows.starts else ():
-        if wait.name == "wait" and wait.step in steps and wait.stop <= rows.until(wait.start):
-            total += wait.num_bytes
-    return total
-
-
-def _collective_bytes(found: RankSpans, steps: Collection[int]) -> int:
-    """Return the bytes that the rank gave to collectives of lockstep's in steps."""
-    waits = (span for span in found.spans if span.name == "wait" and span.step in steps)
-    return sum(wait.num_bytes for wait in waits)
-
-
-def counted_of(steps: Sequence[Sequence[StepTimes]]) -> Sequence[Sequence[StepTimes]]:
-    """Return the steps without the first one, which is like no other, if there are enough."""
-    return steps[1:] if len(steps) > 2 else steps
-
-
-def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Summary:
-    """Return what the report begins with."""
-    counted = counted_of(steps)
-    lengths, numbers = array("d"), set[int]()
-    sums, phases = Counter[str](), Counter[str]()
-    between = Counter[tuple[str, str]]()
-    for together in counted:
-        lengths.append(length(together) / 1e9)
-        numbers.add(together[0].step)
-        sums["unmatched"] += not together[0].is_matched
-        for times in together:
-            phases.update(times.phases)
-            between.update(times.between)
-            for name in ("total", "waiting", "transfer", "of_gradients", "hidden"):
-                sums[name] += getattr(times, name)
-    total = max(1, sums["total"])
-    low, _, high = statistics.quantiles(lengths, n=4) if len(lengths) > 1 else [lengths[0]] * 3
-    facts, late = ranks[0].facts, late_rank(counted)
-    slow = ranks if late is None else [found for found in ranks if found.rank == late.rank]
-    return Summary(
-        num_ranks=len(ranks),
-        num_steps=len(steps),
-        seconds_per_step=statistics.fmean(lengths),
-        spread=(low, high),
-        phases={phase: phases[phase] / total for phase in PHASES},
-        waiting=sums["waiting"] / total,
-        transfer=sums["transfer"] / total,
-        of_gradients=sums["of_gradients"] / total,
-        hidden=sums["hidden"] / total,
-        gradient_bytes=statistics.fmean(_gradient_bytes(r, numbers) for r in ranks) / len(numbers),
-        collective_bytes=(
-            statistics.fmean(_collective_bytes(r, numbers) for r in ranks) / len(numbers)
-        ),
-        is_hooked=any(each.get("hooked") for each in ranks[0].bucket_facts.values()),
-        is_sharded=any(each.get("deferred") for each in ranks[0].bucket_facts.values()),
-        between=between.most_common(1)[0][0] if between else ("optimizer", "optimizer"),
-        num_unmatched=sums["unmatched"],
-        late=late,
-        loader=slowest_loader(slow, numbers),
-        num_ranks_of_host=facts.get("local_world_size", len(ranks)),
-        num_cores=facts.get("cores") if facts.get("device") == "cpu" else None,
-    )
+            joined.starts.append(start)
+            joined.stops.append(stop)
+    return joined

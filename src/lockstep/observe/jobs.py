@@ -6,12 +6,16 @@ Nothing here imports torch, but in a rank: it makes the context in which it runs
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
-from lockstep.launcher import Job
+from lockstep.launcher import Job, supervise
+
+_BASELINE_STEPS = 30
 
 
 def _recording(
@@ -22,18 +26,49 @@ def _recording(
     return recording(folder, rank, steps)
 
 
+@contextmanager
+def _recording_some(folder: Path, rank: int) -> Iterator[None]:
+    """Record a rank, and end the program after some steps."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from lockstep.observe.tracing import recording
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with recording(folder, rank) as rank_trace:
+
+        def after_step(*_: object) -> None:
+            if rank_trace.step >= _BASELINE_STEPS:
+                sys.exit(0)
+
+        handle = register_optimizer_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
 def _explaining(rank: int) -> AbstractContextManager[object]:
     from lockstep.observe.explanation import explaining
 
     return explaining(rank)
 
 
-def traced(job: Job, folder: str, steps: str | None) -> Job:
+def traced(job: Job, folder: str | None, steps: str | None, baseline: bool = False) -> Job:
     """Return ``job`` with all its ranks recorded in ``folder``.
 
+    Args:
+        job: What is run.
+        folder: Where the trace goes.
+        steps: The steps to record, as in ``"10:20"``; by default all.
+        baseline: Whether to run some steps on one rank before, into ``folder/baseline``.
+
     Raises:
-        BadLaunch: If the folder can't be written to, or ``steps`` aren't like ``"10:20"``.
+        BadLaunch: If the folder can't be written to, ``steps`` aren't such numbers, or the run on
+            one rank makes no sense or fails.
     """
+    if folder is None:
+        option = "--trace-steps" if steps is not None else "--baseline"
+        raise BadLaunch(f"{option} is for --trace DIR. Leave it out.")
     window = None
     if steps is not None:
         first, _, stop = steps.partition(":")
@@ -47,7 +82,23 @@ def traced(job: Job, folder: str, steps: str | None) -> Job:
             old.unlink()
     except OSError as error:
         raise BadLaunch(f"--trace {folder} can't be written to: {error.strerror}.") from error
+    if baseline:
+        _take_steps_alone(job, path / "baseline")
     return job._replace(around=partial(_recording, path, window))
+
+
+def _take_steps_alone(job: Job, folder: Path) -> None:
+    """Record some steps on one rank, that computes with as many threads as each of the job's."""
+    if job.num_ranks < 2 or job.meeting is not None:
+        raise BadLaunch(
+            "--baseline compares several ranks of one host with one. Give -n 2 or more, and no "
+            "--nnodes."
+        )
+    print(f"lockstep: {_BASELINE_STEPS} steps on one rank, for the report", flush=True)
+    around = partial(_recording_some, folder)
+    outcome = supervise(job._replace(num_ranks=1, restarts=0, around=around))
+    if outcome.exit_status:
+        raise BadLaunch(f"--baseline: the run on one rank failed. {outcome.message or ''}".strip())
 
 
 def explained(job: Job) -> Job:

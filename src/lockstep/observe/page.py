@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import statistics
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple
 
 import jinja2
 from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 
 from lockstep.observe.analysis import StepTimes
 from lockstep.observe.columns import Columns
+from lockstep.observe.ladder import Ladder
+from lockstep.observe.quantities import duration, in_three_digits, that_add_up
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
+from lockstep.observe.summary import length
 
 # The kinds of spans, their colours in the page's style sheet, and their names in its legend.
 _KINDS = {
@@ -50,12 +55,13 @@ def page(
     facts: str,
     ranks: Sequence[RankSpans],
     steps: Sequence[Sequence[StepTimes]],
-    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    rungs: Ladder,
+    pace: str = "",
     sections: Sequence[Section] = (),
 ) -> Iterator[str]:
-    """Yield the page's HTML: paragraphs, the table of ranks, sections, what its script draws."""
-    columns, rows = table
-    source = resources.files("lockstep.observe").joinpath("report.html.j2").read_text()
+    """Yield the page's HTML: paragraphs, the ladder, sections, what its script draws."""
+    files = resources.files("lockstep.observe")
+    source = files.joinpath("report.html.j2").read_text()
     logged = _logged(ranks)
     data = _drawn(ranks, steps)
     data |= {"logged": logged, "curves": [section.curves for section in sections]}
@@ -66,8 +72,11 @@ def page(
             title=title,
             words=words,
             facts=facts,
-            columns=columns,
-            rows=rows,
+            style=Markup(files.joinpath("report.css").read_text()),
+            tiles=_tiles(rungs, pace),
+            ladder=rungs,
+            rungs=rows_of(rungs),
+            bars=_bars(rungs),
             buckets=_buckets(ranks[0]),
             logged=[*logged],
             has_all=len(logged) < _MOST_CURVES,
@@ -75,6 +84,65 @@ def page(
             data=(htmlsafe_json_dumps(part, dumps=str) for part in _json(data)),
         )
     )
+
+
+def _tiles(found: Ladder, pace: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what is shown in large letters: names, values, and what they are of."""
+    if found.num_ranks > 1:
+        how = "measured" if found.is_measured else "estimated"
+        yield (
+            "speed-up",
+            f"{in_three_digits(found.speed_up)} \u00d7",
+            f"of {found.num_ranks}, {how}",
+        )
+        yield "one rank's step", duration(found.one_rank), how
+    yield "a step", duration(found.seconds), "mean over ranks and steps"
+    if pace:
+        number, _, unit = pace.partition(" ")
+        yield unit, number, "of all ranks together"
+
+
+class RungRow(NamedTuple):
+    """A rung as it is shown; parts of the width are in percent."""
+
+    kind: str
+    name: str
+    what: str
+    ms: str
+    back: str
+    left: float
+    width: float
+    is_sum: bool = False
+
+
+def rows_of(found: Ladder) -> list[RungRow]:
+    """Return the rows of the ladder, whose milliseconds add up as they are shown."""
+    seconds = [found.ideal, *(rung.seconds for rung in found.rungs)]
+    texts = that_add_up([1e3 * each for each in seconds])
+    ends = [*itertools.accumulate(seconds)]
+    scale = 100 / max(*ends, found.seconds, 1e-9)
+    rows = [RungRow("ideal", found.ideal_name, "", texts[0], "", 0, round(scale * ends[0], 2))]
+    for rung, text, begin, end in zip(found.rungs, texts[1:], ends, ends[1:], strict=False):
+        back = rung.gives_back
+        told = "" if back is None else f"{duration(back)}, {back / found.seconds:.0%}"
+        places = (round(scale * min(begin, end), 2), round(scale * abs(end - begin), 2))
+        rows.append(RungRow(rung.kind, rung.name, rung.what, text, told, *places))
+    whole = in_three_digits(1e3 * found.seconds)
+    last = RungRow("ideal", "a step", "", whole, "", 0, round(scale * found.seconds, 2), True)
+    return [*rows, last]
+
+
+def _bars(found: Ladder) -> Iterator[tuple[str, str, list[tuple[str, str, str, float]]]]:
+    """Yield for each rank its name, its step's length, and the parts of its bar."""
+    lengths = {rank: sum(s for _, _, s in parts) for rank, parts in found.by_rank.items()}
+    scale = 100 / max(*lengths.values(), 1e-9)
+    for rank, parts in found.by_rank.items():
+        texts = that_add_up([1e3 * seconds for _, _, seconds in parts])
+        shown = [
+            (kind, name, text, round(scale * seconds, 2))
+            for (kind, name, seconds), text in zip(parts, texts, strict=True)
+        ]
+        yield f"rank {rank}", duration(lengths[rank]), shown
 
 
 def _json(value: Any) -> Iterator[str]:
@@ -108,7 +176,8 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> 
         "ranks": (_rank(found, zero, unit) for found in ranks),
         "steps": {
             "start": _packed((min(s.start for s in each) - zero) // unit for each in steps),
-            "length": _packed(max(s.total for s in each) // unit for each in steps),
+            "stop": _packed((max(s.stop for s in each) - zero) // unit for each in steps),
+            "length": _packed(length(each) // unit for each in steps),
             "waiting": _packed(sum(s.waiting for s in each) // len(each) // unit for each in steps),
         },
     }

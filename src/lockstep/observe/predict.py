@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import TraceError
-from lockstep.observe.analysis import StepTimes, length
+from lockstep.observe.analysis import StepTimes
 from lockstep.observe.records import RankSpans
+from lockstep.observe.summary import length
 from lockstep.observe.timelines import Collective, Kind, Timeline, collectives, rank_steps
 
 # Latencies of a message between two hosts, in us, and bandwidths in Gbit/s, as they usually are.
@@ -158,11 +159,6 @@ class Row(NamedTuple):
     # With the global batch of the trace, None for more ranks than it has samples.
     same_batch_seconds: float | None
 
-    @property
-    def speed_up(self) -> float:
-        """The number of ranks that would do as much without waiting and sending."""
-        return self.num_ranks * self.efficiency
-
 
 class Prediction(NamedTuple):
     """The steps of one run on other numbers of ranks."""
@@ -174,7 +170,6 @@ class Prediction(NamedTuple):
     measured_ranks: int
     measured: Row  # the run itself, as it was
     computing_seconds: float  # on an average rank, in the steps that the model is of
-    one_rank_seconds: float  # of computing the whole global batch on one rank
     rows: list[Row]  # as the model has it, that of the trace's number of ranks included
 
 
@@ -235,7 +230,6 @@ def predict(
         measured_ranks=num_ranks,
         measured=Row(num_ranks, measured, transfer, waiting, computed / measured, measured),
         computing_seconds=computing,
-        one_rank_seconds=_typical(timelines, None, 1, num_ranks),
         rows=rows,
     )
 

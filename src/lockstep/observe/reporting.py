@@ -10,9 +10,11 @@ from rich.console import Console
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
-from lockstep.observe.analysis import PHASES, StepTimes, Summary, counted_of, step_times, summary
-from lockstep.observe.page import page
+from lockstep.observe.analysis import PHASES, StepTimes, step_times
+from lockstep.observe.ladder import baseline_of, ladder
+from lockstep.observe.page import page, rows_of
 from lockstep.observe.predict import parse_network, predict
+from lockstep.observe.quantities import duration, in_three_digits, size, that_add_up
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import (
     Rate,
@@ -24,12 +26,14 @@ from lockstep.observe.sections import (
     throughput,
     waiting,
 )
+from lockstep.observe.summary import Summary, counted_of, summary
 from lockstep.observe.trace_files import complete, read_folder
 from lockstep.observe.words import in_words
 from lockstep.printable import printable
 from lockstep.tables import FittedTable
 
-_WHERE = "Where the time goes"
+_LADDER = "From the ideal step to the real one"
+_WHERE = "Where each rank's time goes"
 
 
 def report(folder: str, text: bool = False, network: str | None = None) -> None:
@@ -53,13 +57,14 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     counted = counted_of(steps)
     columns, rows = _where(ranks, counted)
     pace, samples = rate(ranks, counted), global_batch(ranks)
-    words, facts = in_words(found), _facts(found, pace, samples)
+    rungs = ladder(ranks, counted, samples, baseline_of(path))
+    words, facts = in_words(found, rungs), _facts(found, pace, samples)
     sections = [
         throughput(pace),
         waiting(counted),
         loaders(ranks, counted),
         memory(ranks),
-        scaling(predict(ranks, counted, given, samples), ranks, samples),
+        scaling(predict(ranks, counted, given, samples), ranks, samples, rungs.one_rank),
     ]
     shown = [section for section in sections if section is not None]
     unwritten = None
@@ -67,7 +72,8 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
         complete(path, ranks)
         if not text:
             title = f"lockstep: {printable(path.resolve().name)}"
-            html = page(title, words, facts, ranks, steps, (columns, rows), shown)
+            rate_in_words = f"{in_three_digits(pace.mean)} {pace.unit}"
+            html = page(title, words, facts, ranks, steps, rungs, rate_in_words, shown)
             with new_text(path / "report.html") as file:
                 file.writelines(html)
     except OSError as error:  # a full disk, mostly: what it shows is told all the same
@@ -75,6 +81,9 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     console = Console(highlight=False, markup=False)
     console.print(words, style="bold")
     console.print(f"\n{facts}\n")
+    rows_of_ladder = [(row.name, row.ms, row.back) for row in rows_of(rungs)]
+    console.print(FittedTable(("", "ms", "gives back"), rows_of_ladder, _LADDER))
+    console.print(f"One rank: {rungs.basis}\n" if rungs.num_ranks > 1 else "")
     console.print(FittedTable(columns, rows, f"{_WHERE}, in ms a step (the first doesn't count)"))
     for section in shown:
         if section.rows:
@@ -97,23 +106,28 @@ def _where(
             total.update(times.phases)
             total.update({name: getattr(times, name) for name in ("waiting", "transfer", "total")})
     phases = [phase for phase in PHASES if any(each[phase] for each in sums)]
-    names = [*phases, "waiting", "transfer", "total"]
-    rows = [
-        [str(found.rank), *(f"{each[name] / len(steps) / 1e6:,.2f}" for name in names)]
-        for found, each in zip(ranks, sums, strict=True)
-    ]
-    return ["rank", *phases, "waiting", "transfer", "whole step"], rows
+    names = [*phases, "waiting", "transfer"]
+    rows = []
+    for found, each in zip(ranks, sums, strict=True):
+        shares = [each[name] / len(steps) / 1e6 for name in names]
+        rows.append([str(found.rank), *that_add_up(shares), in_three_digits(sum(shares))])
+    return ["rank", *names, "whole step"], rows
 
 
 def _facts(found: Summary, pace: Rate, samples: int | None) -> str:
-    low, high = (1e3 * each for each in found.spread)
+    low, high = map(duration, found.spread)
     ranks = "1 rank" if found.num_ranks == 1 else f"{found.num_ranks} ranks"
     words = (
-        f"{found.num_steps:,} steps of {ranks}. A step takes "
-        f"{found.seconds_per_step * 1e3:,.2f} ms on average (the middle half of them {low:,.2f} to "
-        f"{high:,.2f}), which is {pace.mean:,.1f} {pace.unit}"
+        f"{found.num_steps:,} steps of {ranks}. A step takes {duration(found.seconds_per_step)} on "
+        f"average (the middle half of them {low} to {high}), which is "
+        f"{in_three_digits(pace.mean)} {pace.unit}"
     )
     words += f", with {samples:,} samples in a step. " if pace.unit == "samples/s" else ". "
+    if (evaluations := found.evaluations).number:
+        words += (
+            f"Steps are without evaluations, of which a rank has {evaluations.number:,.3g}, "
+            f"{duration(evaluations.seconds)} in all. "
+        )
     words += _sent(found)
     if found.num_unmatched:
         words += (
@@ -126,7 +140,7 @@ def _facts(found: Summary, pace: Rate, samples: int | None) -> str:
 def _sent(found: Summary) -> str:
     if not found.collective_bytes:
         return "Nothing is sent in collectives of lockstep's."
-    gradients = f"{found.gradient_bytes:,.0f} bytes of gradients"
+    gradients = f"{size(found.gradient_bytes)} of gradients"
     if found.is_hooked:
         return (
             f"Each rank gives {gradients} to its communication hook in a step; what that sends "
@@ -134,6 +148,6 @@ def _sent(found: Summary) -> str:
         )
     return (
         f"Each rank gives {gradients} to collectives in a step, of "
-        f"{found.collective_bytes:,.0f} bytes in all; {found.hidden:.1%} of the time gradients "
-        "are under way while the rank computes."
+        f"{size(found.collective_bytes)} in all; {found.hidden:.1%} of the time gradients are "
+        "under way while the rank computes."
     )

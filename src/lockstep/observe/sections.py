@@ -8,10 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.observe.analysis import StepTimes, length
+from lockstep.observe.analysis import StepTimes
 from lockstep.observe.columns import Chosen
 from lockstep.observe.predict import Network, Prediction, Row
+from lockstep.observe.quantities import duration, in_three_digits
 from lockstep.observe.records import LoaderUse, RankSpans, StepEnd, loader_uses
+from lockstep.observe.summary import length
 
 _MAX_POINTS = 500  # of a curve
 _MAX_COLUMNS = 8  # of ranks that are waited for
@@ -185,43 +187,51 @@ _SCALING = (
     "waiting",
     "transfer",
     "efficiency",
-    "speed-up",
     "same batch, ms",
-    "its speed-up",
+    "times one rank",
 )
 
 
 def scaling(
-    found: Prediction | None, ranks: Sequence[RankSpans], samples: int | None
+    found: Prediction | None,
+    ranks: Sequence[RankSpans],
+    samples: int | None,
+    one_rank: float,
 ) -> Section | None:
-    """Return the efficiency of the run, and what is predicted for other numbers of ranks."""
+    """Return the efficiency of the run, and what is predicted for other numbers of ranks.
+
+    ``one_rank`` are the seconds of a step with the same samples on one rank.
+    """
     if found is None:
         return None
-    rows = [_scaled(f"{found.measured_ranks:,} measured", found, found.measured)]
-    rows += [_scaled(f"{row.num_ranks:,}", found, row) for row in found.rows]
+    rows = [_scaled(f"{found.measured_ranks:,} measured", found.measured, one_rank)]
+    own = [row.seconds for row in found.rows if row.num_ranks == found.measured_ranks]
+    others = [row for row in found.rows if row.num_ranks != found.measured_ranks]
+    rows += [_scaled(f"{row.num_ranks:,}", row, one_rank) for row in others]
     batch = "" if samples is None else f" of {samples:,} samples"
+    off = own[0] / found.measured.seconds - 1
     note = (
         f"The first row is what was measured: an efficiency of {found.measured.efficiency:.0%} is "
-        f"the part of a step of {1e3 * found.measured.seconds:,.2f} ms in which a rank neither "
-        "waits nor sends. The others are what a model of the run gives, its own number of ranks "
-        "included, which shows how well it fits. "
+        f"the part of a step of {duration(found.measured.seconds)} in which a rank neither waits "
+        "nor sends. The others are what a model of the run gives; for the run's own number of "
+        f"ranks it is {abs(off):.0%} too {'long' if off > 0 else 'short'}. "
         f"{_assumed(found)} Each further rank has the same batch, differs from the others as "
         f"those of the trace do, and has {_machine(ranks)} The last two columns divide the global "
-        f"batch{batch} among the ranks instead. They are the best case, in which data, forward and "
-        "backward take a time in proportion to the samples of a rank."
+        f"batch{batch} among the ranks instead, beside one rank's {duration(one_rank)}. They are "
+        "the best case, in which data, forward and backward take a time in proportion to the "
+        "samples of a rank."
     )
     return Section("Scaling", note, _SCALING, rows)
 
 
-def _scaled(label: str, found: Prediction, row: Row) -> list[str]:
+def _scaled(label: str, row: Row, one_rank: float) -> list[str]:
     same = row.same_batch_seconds
     return [
         label,
-        *(f"{1e3 * each:,.2f}" for each in (row.seconds, row.waiting, row.transfer)),
+        *(in_three_digits(1e3 * each) for each in (row.seconds, row.waiting, row.transfer)),
         f"{row.efficiency:.0%}",
-        f"{row.speed_up:,.1f}",
-        "-" if same is None else f"{1e3 * same:,.2f}",
-        "-" if same is None else f"{found.one_rank_seconds / same:,.1f}",
+        "-" if same is None else in_three_digits(1e3 * same),
+        "-" if same is None else in_three_digits(one_rank / same),
     ]
 
 
@@ -232,16 +242,15 @@ def _assumed(found: Prediction) -> str:
     return (
         f"The prediction assumes a network as between the ranks of this run: "
         f"{_in_words(found.network)}, {when}; {found.num_samples:,} collectives fit that with a "
-        f"mean error of {1e3 * found.fit_error:,.2f} ms. For another "
-        "network: --network."
+        f"mean error of {duration(found.fit_error)}. For another network: --network."
     )
 
 
 def _in_words(network: Network) -> str:
-    speed = f"{network.bandwidth * 8 / 1e9:,.3g} Gbit/s"
+    speed = f"{network.bandwidth * 8 / 1e9:,.4g} Gbit/s"
     if not math.isfinite(network.bandwidth) or network.bandwidth > 1e12:
         speed = "a bandwidth that doesn't matter here"
-    return f"{1e6 * network.latency:,.3g} us a message and {speed}"
+    return f"{duration(network.latency)} a message and {speed}"
 
 
 def _machine(ranks: Sequence[RankSpans]) -> str:

@@ -12,9 +12,9 @@ from lockstep.observe.analysis import (
     StepTimes,
     buckets_by_step,
     intervals,
+    outside_of_evaluations,
     spans_by_step,
     spans_within,
-    waits_among,
 )
 from lockstep.observe.columns import Chosen
 from lockstep.observe.records import Bucket, RankSpans, Span
@@ -75,7 +75,7 @@ class RankStep(NamedTuple):
     """What the program's thread of one rank does in one step."""
 
     times: StepTimes
-    spans: Chosen[Span]  # sorted by their starts
+    spans: Sequence[Span]  # sorted by their starts; of what is in evaluations, nothing
     buckets: list[tuple[int, Span]]  # when each was launched, and the wait for it, in their order
     others: list[Span]  # other waits
 
@@ -103,7 +103,7 @@ class RankStep(NamedTuple):
 def _later(clock: tuple[int, int], name: str, length: int) -> tuple[int, int]:
     """Return the clock after ``length`` ns of a span with this name."""
     shrinking, fixed = clock
-    if name == "wait":
+    if name in ("wait", "evaluation"):
         return clock
     return (shrinking + length, fixed) if name in _SHRINKING else (shrinking, fixed + length)
 
@@ -130,8 +130,8 @@ def rank_steps(
 
 
 def _rank_step(times: StepTimes, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:
-    spans = spans_within(of_step, times.start, times.stop)
-    waits = waits_among(spans)
+    spans = [*outside_of_evaluations(spans_within(of_step, times.start, times.stop))]
+    waits = [span for span in spans if span.name == "wait"]
     stops = [wait.stop for wait in waits]
     launches: dict[int, int] = {}  # by the index of the wait for a bucket
     for bucket in sorted(buckets, key=lambda bucket: (bucket.done, bucket.launched)):

@@ -173,6 +173,7 @@ _RANK: dict[str, Check] = {
     "local_world_size": _is_count,
     "device": _is_text,
     "cores": _is_count,
+    "threads": _is_count,
     "offset": _is_time,
     "bound": _is_time,
 }

@@ -173,6 +173,7 @@ class _RankTrace:
             drop_later_ranks(self._spool.path.parent, world.world_size)
         facts: dict[str, Any] = {"world_size": world.world_size, "device": str(world.device)}
         facts |= {"local_world_size": world.local_world_size, "cores": num_cores()}
+        facts |= {"threads": torch.get_num_threads()}
         self._device = world.device
         if world.process_group is not None and world.local_world_size < world.world_size:
             facts |= measure_offset(world.process_group)._asdict()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.observe.analysis import Late, Summary
+from lockstep.observe.ladder import Ladder
+from lockstep.observe.quantities import duration, in_three_digits
+from lockstep.observe.summary import Evaluations, Late, Summary
 
 _MUCH = 0.15  # of the time
 _IN = {
@@ -11,7 +13,6 @@ _IN = {
     "backward": "the backward",
     "collectives": "starting its collectives",
     "optimizer": "the optimizer",
-    "evaluation": "evaluations",
     "save": "saving",
     "other": "the program's own code outside of these",
 }
@@ -20,7 +21,6 @@ _ADVICE_FOR_LATE = {
     "backward": "It may have larger inputs or a slower device.",
     "collectives": "Its communication hooks, or its start of collectives, take longer.",
     "optimizer": "Hooks on its optimizer, or an average of weights, may take that.",
-    "evaluation": "Let all ranks evaluate, each a part: lockstep.DataLoader and lockstep.reduce().",
     "save": "lockstep.save(async_=True) doesn't hold the others up.",
     "other": "It does something that the others don't: logging, say, or a wait of its own.",
 }
@@ -38,34 +38,54 @@ _AROUND = {
 }
 
 
-def in_words(found: Summary) -> str:
+def in_words(found: Summary, steps_as: Ladder | None = None) -> str:
     """Return what takes most of the time besides computing, and what to do about it."""
-    words = [f"A step takes {in_ms(found.seconds_per_step)}."]
-    if found.late is not None:
-        words += _of_late(found, found.late)
-        return " ".join(words)
+    words = [] if steps_as is None or steps_as.num_ranks == 1 else [_of_speed(steps_as)]
+    words.append(f"A step takes {duration(found.seconds_per_step)}.")
+    words += _of_steps(found) if found.late is None else _of_late(found, found.late)
+    words += _of_evaluations(found.evaluations, found.num_steps * found.seconds_per_step)
+    return " ".join(words)
+
+
+def _of_speed(found: Ladder) -> str:
+    how = "by measurement" if found.is_measured else "by an estimate"
+    return (
+        f"{found.num_ranks} ranks are {in_three_digits(found.speed_up)} times as fast as one rank, "
+        f"{how}."
+    )
+
+
+def _of_steps(found: Summary) -> list[str]:
     parts = {
         "data": found.phases["data"],
         "waiting": found.waiting,
         "transfer": found.transfer,
-        "evaluation": found.phases["evaluation"],
         "other": found.phases["other"],
     }
     largest = max(parts, key=lambda name: parts[name])
-    if parts[largest] <= _MUCH:
-        computing = sum(found.phases[phase] for phase in ("forward", "backward", "optimizer"))
+    if parts[largest] > _MUCH:
+        return [f"{parts[largest]:.0%} of the time {_TOLD[largest](found)}"]
+    computing = sum(found.phases[phase] for phase in ("forward", "backward", "optimizer"))
+    return [
+        f"{computing:.0%} of the time is spent in forward, backward and optimizer, and no more "
+        f"than {_MUCH:.0%} in data, waiting, sending or anything else."
+    ]
+
+
+def _of_evaluations(found: Evaluations, of_steps: float) -> list[str]:
+    words = []
+    if (part := found.seconds / (of_steps + found.seconds + found.awaited)) > _MUCH:
         words.append(
-            f"{computing:.0%} of the time is spent in forward, backward and optimizer, and no more "
-            f"than {_MUCH:.0%} in data, waiting, sending, evaluations or anything else."
+            f"Besides the steps a rank evaluates for {duration(found.seconds)}, {part:.0%} of the "
+            "time: evaluate less often, or with larger batches."
         )
-        return " ".join(words)
-    words.append(f"{parts[largest]:.0%} of the time {_TOLD[largest](found)}")
-    return " ".join(words)
-
-
-def in_ms(seconds: float) -> str:
-    """Return a length of time."""
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    if found.awaited > _MUCH * (of_steps + found.seconds + found.awaited):
+        words.append(
+            f"Besides the steps a rank waits for {duration(found.awaited)} while another one "
+            f"evaluates, mostly rank {found.rank}. Let all ranks evaluate, each a part: "
+            "lockstep.DataLoader and lockstep.reduce()."
+        )
+    return words
 
 
 def _of_late(found: Summary, late: Late) -> list[str]:
@@ -74,8 +94,8 @@ def _of_late(found: Summary, late: Late) -> list[str]:
         words.append("On average no phase of its steps takes that much longer than the others'.")
         return words
     words.append(
-        f"It spends {in_ms(late.seconds)} of a step in {_IN[late.phase]}, "
-        f"{in_ms(late.excess)} more than the others."
+        f"It spends {duration(late.seconds)} of a step in {_IN[late.phase]}, "
+        f"{duration(late.excess)} more than the others."
     )
     words.append(_of_loader(found) if late.phase == "data" else _ADVICE_FOR_LATE[late.phase])
     return words
@@ -101,8 +121,8 @@ def _of_loader(found: Summary) -> str:
             f"share {cores} cores. Do less for each sample."
         )
     if not loader.persistent and loader.longer > _MUCH * loader.seconds:
-        first = in_ms(loader.firsts / loader.num_firsts)
-        other = in_ms(loader.others / max(1, loader.num_others))
+        first = duration(loader.firsts / loader.num_firsts)
+        other = duration(loader.others / max(1, loader.num_others))
         words += (
             f" The first batch of an epoch, which starts workers anew, takes {first}, and another "
             f"one {other}: persistent_workers=True keeps the workers."
@@ -146,18 +166,11 @@ def _of_transfer(found: Summary) -> str:
     return words + "."
 
 
-def _of_evaluation(found: Summary) -> str:
-    return (
-        "goes into evaluations: batches from which no gradients are computed. Evaluate less often, "
-        "or with larger batches."
-    )
-
-
 def _of_other(found: Summary) -> str:
     before, after = (_AROUND[name] for name in found.between)
     return (
-        "goes into the program's own code outside of loader, forward, backward, optimizer, "
-        f"evaluation and save, most of it between {before} and {after}."
+        "goes into the program's own code outside of loader, forward, backward, optimizer and "
+        f"save, most of it between {before} and {after}."
     )
 
 
@@ -165,6 +178,5 @@ _TOLD = {
     "data": _of_data,
     "waiting": _of_waiting,
     "transfer": _of_transfer,
-    "evaluation": _of_evaluation,
     "other": _of_other,
 }
