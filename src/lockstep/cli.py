@@ -70,12 +70,11 @@ how, in which buckets their gradients are sent, how many bytes a step sends,
 what is unusual and what to change."""
 
 _REPORT = """\
-Tell where the time of a traced run went: data, forward, backward, optimizer,
-evaluations, waiting for other ranks, sending. Which rank is late and in what,
-what holds the run back, and what to do. Throughput, loaders, memory, and how
-long a step would take on 2 to 1,024 ranks.
+Tell why a traced run isn't N times as fast on N ranks: what waits for data or
+for a late rank, what sending takes, what each of these would give back, and
+what to do. Two traces are compared.
 
-  lockstep run -n 2 --trace run1 train.py
+  lockstep run -n 2 --trace run1 --baseline train.py
   lockstep report run1"""
 
 _DOCTOR = """\
@@ -365,12 +364,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_program(explain)
     report = commands.add_parser("report", description=_REPORT, act="observe.report")
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
+    both = "That of another run: then the report is of this one, and compares both."
+    report.add_argument("other", metavar="DIR2", nargs="?", help=both)
     report.option("--text", "Print it, and write no page.", action="store_true")
     report.option(
         "--network NETWORK",
-        "The network for which steps on more ranks are predicted: the latency of a message in "
-        "microseconds and Gbit/s, as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; "
-        "by default what fits the trace.",
+        "Predict more ranks for this network: the latency of a message in microseconds and Gbit/s, "
+        "as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; else what fits the trace.",
     )
     status = commands.add_parser("status", description=_STATUS, act="observe.status")
     status.add_argument(

@@ -23,7 +23,7 @@ from lockstep.observe.analysis import step_times
 from lockstep.observe.ladder import ladder
 from lockstep.observe.page import page
 from lockstep.observe.predict import parse_network, predict
-from lockstep.observe.records import RankSpans, StepEnd
+from lockstep.observe.records import RankSpans, Span, StepEnd
 from lockstep.observe.summary import summary
 from lockstep.observe.trace_files import read_folder
 from lockstep.observe.words import in_words
@@ -50,9 +50,9 @@ def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
     zero = min(span.start for found in ranks for span in found.spans)
     for found, columns in zip(ranks, data["ranks"], strict=True):
         wanted = sorted(
-            [(s.start, s.stop, s.name) for s in found.spans]
-            + [(b.ready, b.done, "bucket") for b in found.buckets]
-            + [(b.launched, b.done, "all-reduce") for b in found.buckets]
+            [(s.start, -s.stop, s.name) for s in found.spans]
+            + [(b.ready, -b.done, "bucket") for b in found.buckets]
+            + [(b.launched, -b.done, "all-reduce") for b in found.buckets]
         )
         kinds = [data["labels"][number % 16] for number in unpacked(columns["kind"])]
         starts, lengths = unpacked(columns["start"]), unpacked(columns["length"])
@@ -60,7 +60,17 @@ def test_the_page_draws_every_span_of_every_rank(tmp_path: Path) -> None:
         assert sorted(kinds) == sorted(name for _, _, name in wanted)
         for start, length, (first, last, _) in zip(starts, lengths, wanted, strict=True):
             assert abs(start * unit - (first - zero)) < 2 * unit
-            assert abs(length * unit - (last - first)) < 2 * unit
+            assert abs(length * unit - (-last - first)) < 2 * unit
+        texts = [data["names"][number] for number in unpacked(columns["text"])]
+        of = {(kind, text) for kind, text in zip(kinds, texts, strict=True) if text}
+        gradients = found.bucket_facts[0]["parameters"]
+        assert of >= {("data", "Samples"), ("wait", "all_reduce"), ("all-reduce", gradients)}
+        # Of each step its start and its end on this rank: the n-th waits of all ranks are matched.
+        ends = unpacked(columns["steps"])
+        assert len(ends) == 12
+        assert ends[1:-1:2] == ends[2::2]
+    assert unpacked(data["steps"]["matched"]) == [1] * 6
+    assert unpacked(data["steps"]["number"]) == [*range(6)]
     assert len(unpacked(data["steps"]["length"])) == 6
     assert in_words(summary(ranks, step_times(ranks))) in html.replace("&#39;", "'")
     assert not re.findall(r"(?:src|href)=|https?://", html)  # it needs nothing else
@@ -77,6 +87,23 @@ def test_a_page_may_have_any_names_in_it() -> None:
     assert html.count("</script>") == 2
     assert "<b>" not in html
     assert drawn_in(html)["logged"] == {bad: [[1, 0.5]]}
+
+
+def test_evaluations_are_drawn_by_themselves() -> None:
+    [rank] = two_ranks()[:1]
+    spans = [
+        Span("evaluation", 21 * MS, 26 * MS, 2, 0, "", 0),
+        Span("data", 21 * MS, 22 * MS, 2, 0, "0", 0),
+        Span("data", 26 * MS, 27 * MS, 2, 0, "0", 0),
+    ]
+    rank = rank._replace(spans=[*rank.spans, *spans], loaders={0: {"dataset": "Digits"}})
+    rank = rank._replace(bucket_facts={0: {"bytes": 100, "parameters": "weight"}})
+    steps = step_times([rank])
+    html = "".join(page("", "", "", [rank], steps, ladder([rank], steps, None)))
+    [columns] = drawn_in(html)["ranks"]
+    labels = drawn_in(html)["labels"]
+    kinds = [(labels[k % 16], k // 16) for k in unpacked(columns["kind"])]
+    assert kinds[-3:] == [("evaluation", 0), ("data", 1), ("data", 0)]
 
 
 def with_ends(ranks: list[RankSpans], *samples: int) -> list[RankSpans]:
@@ -231,7 +258,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
     command = ["chromium", *options, f"--user-data-dir={tmp_path / 'profile'}", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 'data-ready="yes"' in done.stdout
-    assert re.search(r'id="range"[^>]*>[\d,.]+ ms to [\d,.]+ ms<', done.stdout)
+    assert re.search(r'id="range"[^>]*>[\d,.]+ \w+ to [\d,.]+ \w+<', done.stdout)
 
 
 def test_the_page_is_there_although_the_reader_reads_no_further(

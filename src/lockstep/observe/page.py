@@ -21,7 +21,7 @@ from markupsafe import Markup
 from lockstep.observe.analysis import StepTimes
 from lockstep.observe.columns import Columns
 from lockstep.observe.ladder import Ladder
-from lockstep.observe.quantities import duration, in_three_digits, that_add_up
+from lockstep.observe.quantities import duration, in_three_digits, size, that_add_up
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
 from lockstep.observe.summary import length
@@ -65,6 +65,7 @@ def page(
     logged = _logged(ranks)
     data = _drawn(ranks, steps)
     data |= {"logged": logged, "curves": [section.curves for section in sections]}
+    data["mean"] = rungs.seconds * 1e6 / data["unit"]
     yield from (
         jinja2.Environment(autoescape=True)
         .from_string(source)
@@ -73,6 +74,7 @@ def page(
             words=words,
             facts=facts,
             style=Markup(files.joinpath("report.css").read_text()),
+            script=Markup(files.joinpath("report.js").read_text()),
             tiles=_tiles(rungs, pace),
             ladder=rungs,
             rungs=rows_of(rungs),
@@ -168,13 +170,21 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> 
     zero = min(span.start for found in ranks for span in found.spans)
     end = max(span.stop for found in ranks for span in found.spans) - zero
     unit = max(100, end // _MOST_COUNTS + 1)  # in nanoseconds
+    texts = _Texts()
     return {
         "unit": unit / 1000,
         "end": end // unit + 1,
         "kinds": [*_KINDS.values()],
         "labels": [*_KINDS],
-        "ranks": (_rank(found, zero, unit) for found in ranks),
+        "ranks": (
+            _rank(found, zero, unit, texts)
+            | {"steps": _packed((t - zero) // unit for each in steps for t in _ends(each[index]))}
+            for index, found in enumerate(ranks)
+        ),
+        "names": texts.all(),  # after the ranks, that have found them
         "steps": {
+            "number": _packed(each[0].step for each in steps),
+            "matched": _packed(each[0].is_matched for each in steps),
             "start": _packed((min(s.start for s in each) - zero) // unit for each in steps),
             "stop": _packed((max(s.stop for s in each) - zero) // unit for each in steps),
             "length": _packed(length(each) // unit for each in steps),
@@ -183,9 +193,27 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> 
     }
 
 
-def _rank(found: RankSpans, zero: int, unit: int) -> dict[str, Any]:
-    entries = Columns(_Entry, _entries(found))
-    entries.sort("start", "stop", "kind", "depth")
+def _ends(times: StepTimes) -> tuple[int, int]:
+    return times.start, times.stop
+
+
+class _Texts:
+    """What spans are of, each once: operations, loaders, the gradients of a bucket."""
+
+    def __init__(self) -> None:
+        self._found = {"": 0}
+
+    def __call__(self, text: str) -> int:
+        return self._found.setdefault(text, len(self._found))
+
+    def all(self) -> Iterator[str]:
+        """Yield them in the order of their places."""
+        yield from self._found
+
+
+def _rank(found: RankSpans, zero: int, unit: int, texts: _Texts) -> dict[str, Any]:
+    entries = Columns(_Entry, _entries(found, texts))
+    entries.sort("start", "-stop", "kind", "depth")  # what another one is in comes after it
     lanes = array("h", _lanes(entries))
     kinds = [[*_KINDS].index(kind) for kind in _SORTED_KINDS]
     pairs = zip(entries.of("kind"), lanes, strict=True)
@@ -194,6 +222,7 @@ def _rank(found: RankSpans, zero: int, unit: int) -> dict[str, Any]:
         "start": _packed((start - zero) // unit for start in entries.of("start")),
         "length": _packed(_lengths(entries, unit)),
         "kind": _packed(kinds[kind] + _LANE * lane for kind, lane in pairs),
+        "text": _packed(entries.of("text")),
         "longest": max(_lengths(entries, unit)),
         "lanes": max(lanes) + 1,
     }
@@ -210,27 +239,34 @@ class _Entry(NamedTuple):
     stop: int
     kind: int  # its place among the sorted ones
     depth: int  # those of buckets are from 10 on
+    text: int  # the place of what it is of
 
 
-def _entries(found: RankSpans) -> Iterator[_Entry]:
+def _entries(found: RankSpans, texts: _Texts) -> Iterator[_Entry]:
     places = {kind: place for place, kind in enumerate(_SORTED_KINDS)}
     for span in found.spans:
         if span.thread == 0 and span.name in _KINDS:
-            within = int(span.name in _WITHIN_OTHERS)
-            yield _Entry(span.start, span.stop, places[span.name], within)
+            within, of = int(span.name in _WITHIN_OTHERS), span.detail
+            if span.name == "data" and of.isdecimal():
+                of = found.loaders.get(int(of), {}).get("dataset", "")
+            yield _Entry(span.start, span.stop, places[span.name], within, texts(of))
     for bucket in found.buckets:
         depth = 10 + bucket.number
-        yield _Entry(bucket.ready, bucket.done, places["bucket"], depth)
-        yield _Entry(bucket.launched, bucket.done, places["all-reduce"], depth)
+        text = texts(found.bucket_facts[bucket.number].get("parameters", ""))
+        yield _Entry(bucket.ready, bucket.done, places["bucket"], depth, text)
+        yield _Entry(bucket.launched, bucket.done, places["all-reduce"], depth, text)
 
 
 def _lanes(entries: Iterable[_Entry]) -> Iterator[int]:
-    """Yield a line for each entry: one for spans, one for waits, and as many as buckets need."""
+    """Yield a line for each entry: one of spans, one of what is in these, and some of buckets."""
     free: list[int] = []  # by line of buckets, until when it is taken
     lines: dict[int, tuple[int, int]] = {}  # by depth, the end of the last bucket and its line
-    for start, stop, _, depth in entries:
+    evaluation, until = _SORTED_KINDS.index("evaluation"), -1
+    for start, stop, kind, depth, _ in entries:
+        if kind == evaluation:
+            until = max(until, stop)
         if depth < 10:
-            yield depth
+            yield depth if kind == evaluation or start >= until else 1
             continue
         end, line = lines.get(depth, (0, -1))
         if line < 0 or end != stop:  # an all-reduce is drawn upon its bucket
@@ -249,13 +285,13 @@ def _packed(numbers: Iterable[int]) -> str:
 def _buckets(found: RankSpans) -> list[dict[str, str]]:
     times: dict[int, array[float]] = defaultdict(lambda: array("d"))
     for bucket in found.buckets:
-        times[bucket.number].append((bucket.done - bucket.ready) / 1e6)
+        times[bucket.number].append((bucket.done - bucket.ready) / 1e9)
     return [
         {
             "number": str(number),
-            "bytes": f"{facts['bytes']:,}",
+            "size": size(facts["bytes"]),
             "steps": f"{len(times[number]):,}",
-            "ms": f"{statistics.median(times[number]):,.2f}",
+            "took": duration(statistics.median(times[number])),
             "names": facts["parameters"],
         }
         for number, facts in sorted(found.bucket_facts.items())

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from lockstep.errors import TraceError
 from lockstep.folders import new_text
 from lockstep.observe.analysis import PHASES, StepTimes, step_times
-from lockstep.observe.ladder import baseline_of, ladder
+from lockstep.observe.compare import Run, compared
+from lockstep.observe.ladder import Ladder, baseline_of, ladder
 from lockstep.observe.page import page, rows_of
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.quantities import duration, in_three_digits, size, that_add_up
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import (
     Rate,
+    Section,
     global_batch,
     loaders,
     memory,
@@ -36,11 +39,32 @@ _LADDER = "From the ideal step to the real one"
 _WHERE = "Where each rank's time goes"
 
 
-def report(folder: str, text: bool = False, network: str | None = None) -> None:
+class _Read(NamedTuple):
+    """A trace that was read, and what is told of it in any case."""
+
+    ranks: list[RankSpans]
+    steps: Sequence[Sequence[StepTimes]]
+    pace: Rate
+    samples: int | None
+    rungs: Ladder
+
+
+def _read(path: Path) -> _Read:
+    ranks = read_folder(path)
+    steps = step_times(ranks)
+    counted, samples = counted_of(steps), global_batch(ranks)
+    rungs = ladder(ranks, counted, samples, baseline_of(path))
+    return _Read(ranks, steps, rate(ranks, counted), samples, rungs)
+
+
+def report(
+    folder: str, other: str | None = None, text: bool = False, network: str | None = None
+) -> None:
     """Print what the trace in ``folder`` shows, and write it to ``report.html`` there.
 
     Args:
         folder: The folder of the trace; its ``trace.json`` is made if it has none.
+        other: The folder of another one: then the report is of that, and compares both.
         text: Whether to write no page.
         network: The network for which steps on more ranks are predicted: ``"LATENCY_US,GBIT"`` or
             a name such as ``"25gbe"``. By default the one that fits the trace best.
@@ -49,17 +73,16 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
         TraceError: If there is no trace, it has no step that all ranks have finished, the page
             can't be written, or the network isn't known.
     """
-    path = Path(folder)
+    path = Path(folder if other is None else other)
     given = None if network is None else parse_network(network)
-    ranks = read_folder(path)
-    steps = step_times(ranks)
+    ranks, steps, pace, samples, rungs = _read(path)
+    beside = None if other is None else _beside(Path(folder), path, Run("", rungs, pace, samples))
     found = summary(ranks, steps)
     counted = counted_of(steps)
     columns, rows = _where(ranks, counted)
-    pace, samples = rate(ranks, counted), global_batch(ranks)
-    rungs = ladder(ranks, counted, samples, baseline_of(path))
     words, facts = in_words(found, rungs), _facts(found, pace, samples)
     sections = [
+        beside,
         throughput(pace),
         waiting(counted),
         loaders(ranks, counted),
@@ -94,6 +117,15 @@ def report(folder: str, text: bool = False, network: str | None = None) -> None:
     if not text:
         console.print(f"The same as a page, with a timeline: {printable(str(path))}/report.html")
     console.print(f"All spans: {printable(str(path))}/trace.json, for https://ui.perfetto.dev")
+
+
+def _beside(former: Path, latter: Path, run: Run) -> Section:
+    """Return how the run in ``latter`` differs from that in ``former``."""
+    read, paths = _read(former), [former.resolve(), latter.resolve()]
+    names = [printable(path.name) for path in paths]
+    if names[0] == names[1]:
+        names = [printable(str(path)) for path in paths]
+    return compared(Run(names[0], read.rungs, read.pace, read.samples), run._replace(name=names[1]))
 
 
 def _where(

@@ -43,6 +43,8 @@ def in_words(found: Summary, steps_as: Ladder | None = None) -> str:
     words = [] if steps_as is None or steps_as.num_ranks == 1 else [_of_speed(steps_as)]
     words.append(f"A step takes {duration(found.seconds_per_step)}.")
     words += _of_steps(found) if found.late is None else _of_late(found, found.late)
+    if steps_as is not None and steps_as.is_measured:
+        words += _of_computing(steps_as)
     words += _of_evaluations(found.evaluations, found.num_steps * found.seconds_per_step)
     return " ".join(words)
 
@@ -53,6 +55,17 @@ def _of_speed(found: Ladder) -> str:
         f"{found.num_ranks} ranks are {in_three_digits(found.speed_up)} times as fast as one rank, "
         f"{how}."
     )
+
+
+def _of_computing(found: Ladder) -> list[str]:
+    """Say it if ranks compute for longer than one rank has made them expect."""
+    beyond = sum(rung.seconds for rung in found.rungs if rung.kind == "computing")
+    if beyond <= _MUCH * found.seconds:
+        return []
+    return [
+        f"Forward, backward and optimizer take a rank {duration(found.ideal + beyond)}, where one "
+        f"rank's computing divided by {found.num_ranks} is {duration(found.ideal)}."
+    ]
 
 
 def _of_steps(found: Summary) -> list[str]:
