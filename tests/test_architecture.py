@@ -96,7 +96,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_010,
+        "observe": 5_950,
         "check": 2_800,
         "bench": 800,
         "demo": 400,
