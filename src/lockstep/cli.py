@@ -142,10 +142,7 @@ meeting. What it takes longer than that, meetings and Python take.
 Small calls cost what Python costs; the parts of such a call are listed below
 its table.
 
-All of it, which takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory:
-  lockstep bench collectives
-
-A quick look:
+All of it takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory. A quick look:
   lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5"""
 
 
