@@ -66,6 +66,7 @@ def models(net: Net, x: Tensor, group: dist.ProcessGroup) -> None:
     with lockstep.accumulate(net) as nothing:
         assert_type(nothing, None)
     assert_type(lockstep.mean(x, weight=x), Tensor)
+    assert_type(lockstep.shards(net, x, 2).loss, float | None)
     assert_type(lockstep.SyncBatchNorm.convert_sync_batchnorm(net), nn.Module)
     lockstep.average_gradients(net, weight=2)
     lockstep.sync_buffers(net)

@@ -182,7 +182,7 @@ parts = lockstep.scatter(x, ["cpu", "cpu"])
 wandb = types.SimpleNamespace(log=lambda values, step: None)
 """
 # These act on a model that is parallel already; the others make it so, or don't need it.
-OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync", "steps"}
+OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync", "shards", "steps"}
 
 
 def _example(thing: object) -> str:

@@ -53,6 +53,8 @@ MODULE_STATE = {
     "torch_private._execution_engine": "torch's engine of autograd",
     "nn.autograd._task": "the backward whose hook runs",
     "nn.replicas.group._replica": "the replica that runs",
+    "nn.shard._turn": "the shard whose loop body a thread runs, which mean() finds",
+    "same_bits.turns.exclusive": "who uses the global generators, which a process has once",
     # What is said once.
     "nn.parallel_state._has_warned": "losses that are divided though their mean is taken",
     "world.told._tell_of_strangers": "ranks that have not met",

@@ -68,6 +68,7 @@ PUBLIC_NAMES = {
     "scatter_kwargs",
     "seed",
     "shard_optimizer",
+    "shards",
     "steps",
     "sync_buffers",
     "trace",

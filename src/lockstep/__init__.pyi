@@ -34,6 +34,7 @@ from .optim import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .optim import shard_optimizer as shard_optimizer
 from .resume import steps as steps
+from .same_bits import shards as shards
 from .seeds import seed as seed
 from .values import any as any
 from .values import broadcast as broadcast

@@ -254,6 +254,22 @@ def global_generators() -> Generators:
     return found
 
 
+class Seeds:
+    """Seeds the global generators of Python, NumPy and torch."""
+
+    def __init__(self) -> None:
+        self._generators: Generators | None = None  # to find them takes longer than to seed them
+        self._has_numpy = False
+
+    def put(self, number: int) -> None:
+        """Seed them all."""
+        if self._generators is None or self._has_numpy != ("numpy" in sys.modules):
+            self._has_numpy = "numpy" in sys.modules
+            self._generators = global_generators()
+        for generator in self._generators.values():
+            generator.seed(number)
+
+
 def mixed(*numbers: int) -> int:
     """Return a seed from 0 to ``2**63 - 1``, another one for each sequence of whole numbers.
 

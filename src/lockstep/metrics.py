@@ -28,7 +28,7 @@ from lockstep.comm import (
     uncompiled,
 )
 from lockstep.errors import CollectiveFailed
-from lockstep.nn import finish_failed, refuse_in_replica, refuse_transforms
+from lockstep.nn import finish_failed, refuse_in_replica, refuse_in_shard, refuse_transforms
 from lockstep.world import group_or_all
 
 __all__ = ["gather_all_tensors", "reduce"]
@@ -145,6 +145,7 @@ def ranks_of_call(
 ) -> tuple[dist.ProcessGroup, torch.device]:
     """Return the ranks that ``call`` is of, and the device of the tensors that it sends."""
     refuse_in_replica(f"lockstep.{call}")
+    refuse_in_shard(f"lockstep.{call}() is called")
     group = group_or_all(process_group)
     if group is None or group.size() == 1:
         return cast(dist.ProcessGroup, SingleRankGroup()), torch.device("cpu")

@@ -66,6 +66,7 @@ set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set_
 # Arithmetic on the gradients of a bucket in one call.
 _foreach_add_ = torch._foreach_add_
 _foreach_copy_ = torch._foreach_copy_
+_foreach_mul_ = torch._foreach_mul_
 # How many tensors use a storage: whether the program has any of the memory of gradients.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 # The default device, which is set in the replicas' threads too.

@@ -27,8 +27,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import lockstep
-from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch, PeerLost
+from lockstep.same_bits import exclusive
 from tests.counts import num_examples
 from tests.ranks import BACKENDS, run_ranks
 

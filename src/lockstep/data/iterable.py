@@ -16,7 +16,7 @@ from lockstep.comm import all_gather_bytes, any_rank, device_of_facts
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
 from lockstep.data.faults import add_note
-from lockstep.data.random_state import RandomState, exclusive
+from lockstep.data.random_state import RandomState
 from lockstep.data.self_sharding import (
     NUM_PROBED,
     Shard,
@@ -27,6 +27,7 @@ from lockstep.data.self_sharding import (
     settle,
 )
 from lockstep.generators import mixed
+from lockstep.same_bits import exclusive
 from lockstep.torch_private import WorkerInfo, worker
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lockstep.generators import global_generators
-
-# Held while samples are read in this process: ranks that are threads share the generators.
-exclusive = threading.RLock()
-# As for the locks of logging: a thread that isn't in the child may have held it.
-os.register_at_fork(after_in_child=exclusive._at_fork_reinit)  # type: ignore[attr-defined]
+from lockstep.same_bits import exclusive
 
 
 class RandomState:

@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import check_same_facts, differing_facts, join_state_of
 from lockstep.data.batches import samplers_in
-from lockstep.data.random_state import exclusive
 from lockstep.errors import CollectiveMismatch
+from lockstep.same_bits import exclusive
 from lockstep.world import group_or_all
 
 Mode = Literal["pad", "drop", "exact"]

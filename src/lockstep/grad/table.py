@@ -84,6 +84,10 @@ class GradientTable:
             has_grown = previous.is_unreduced(p) if is_known else p.grad is not None
             self.accumulated[position] = has_grown
 
+    def note_reduced(self) -> None:
+        """Note that all gradients are means over the ranks."""
+        self.accumulated[:] = bytes(len(self.named))
+
     @property
     def ids(self) -> KeysView[int]:
         """The ``id()`` of each parameter."""

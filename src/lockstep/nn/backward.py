@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.backward_pass import BackwardPass, End, Outcome
 from lockstep.nn.engine import Engine, Options
 from lockstep.nn.engines import Engines, number_of
+from lockstep.nn.shard import refuse_in_shard
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
 
@@ -54,6 +55,8 @@ class BackwardSync:
         self._num_ended = 0
         # What is needed to finish the backward that failed here; no engines, which hold the group.
         self._failed: BackwardPass | None = None
+        # Tells the other ranks that a step in shards has failed here, as they wait at its end.
+        self.tell_failed_step: Callable[[dist.ProcessGroup], None] | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -148,6 +151,7 @@ class BackwardSync:
         return False
 
     def _begin(self, engine: Engine) -> BackwardPass:
+        refuse_in_shard("A backward reaches another parallel model")
         self.finish_failed()
         backward = BackwardPass(_current_graph_task_id(), self._generation)
         earlier, later = self._sharing_gpus()
@@ -346,6 +350,9 @@ class BackwardSync:
         ranks whose backward succeeded learn of the failure. After a mismatch meanwhile, no rank
         goes on with the backward. See Note [Mismatches] in comm/work.py.
         """
+        tell, self.tell_failed_step = self.tell_failed_step, None
+        if tell is not None:
+            tell(self._group)
         if self._failed is None:
             return
         failed = [

@@ -421,6 +421,14 @@ class Engine:
         ends = reducer.chunk_ends if may_copy and sees_graph and came_in_order else None
         self._hooks.open_queue(task, ends)
 
+    def take_means(self) -> None:
+        """Take the gradients that the parameters have as the means over all ranks.
+
+        Another way than its own has reduced them. Every rank must call it.
+        """
+        self.num_backwards += 1
+        self.reducer.table.note_reduced()
+
     def finish_backward(self) -> CollectiveFailed | None:
         """Finish the reduction; return the error to raise if it failed on another rank."""
         return self.reducer.finish()

@@ -31,6 +31,7 @@ from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, fi
 from lockstep.nn.engine import Engine
 from lockstep.nn.lookups import watch_lookups
 from lockstep.nn.samples import kept
+from lockstep.nn.shard import refuse_in_shard
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import accelerator, keepers, parameters_of, watch_optimizers
 
@@ -63,6 +64,17 @@ def watch(engine: Engine) -> None:
         watch_lookups(engine.module)
     if accelerator() is not None:
         mark_stale(engine)  # the model may be moved to a GPU before its first forward
+
+
+def watch_steps_in_shards() -> None:
+    """Refuse steps of optimizers within a loop over shards, on one rank too."""
+    with _lock:
+        _hang(register_optimizer_step_pre_hook, _refuse_step_in_shard)
+
+
+@uncompiled
+def _refuse_step_in_shard(optimizer: Optimizer, *_: object) -> None:
+    refuse_in_shard(f"{type(optimizer).__name__} steps")
 
 
 def _hang(register: Any, hook: Any) -> None:

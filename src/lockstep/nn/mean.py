@@ -37,6 +37,7 @@ from lockstep.nn.replicas.group import (
     refuse_in_replica,
     this_replica,
 )
+from lockstep.nn.shard import current_shard, mean_in_shard, refuse_in_shard
 from lockstep.nn.tracked import sparse_indices
 from lockstep.nn.verify import check_same_model
 from lockstep.spans import span
@@ -73,7 +74,8 @@ def mean(
     differentiate the sum of this rank's own values instead.
 
     Under :func:`lockstep.accumulate` the gradients are those of the mean over all micro-batches of
-    the step, whatever their sizes.
+    the step, whatever their sizes. In a loop over :func:`lockstep.shards` it blocks for no rank: it
+    returns the mean over the shard, and the gradients are those of the mean over all shards.
 
     Every rank must call it, and it blocks until all have. A rank without samples passes its model's
     output for an empty batch or, if the ranks train one model, any tensor without elements.
@@ -119,6 +121,8 @@ def mean(
             "weight=len(batch), the number of samples that it is the mean of."
         )
     counts = _counts(values, weight)
+    if (shard := current_shard()) is not None:
+        return mean_in_shard(shard, values, counts)
     total = (values.detach().to(counts.device).double() * counts).sum()
     # A rank without samples in earlier micro-batches learns from the others that there were some.
     rank, has_begun = begun_batch()
@@ -281,6 +285,7 @@ def average_gradients(
     """
     check_module(module)
     refuse_in_replica("lockstep.average_gradients")
+    refuse_in_shard("lockstep.average_gradients() is called")
     wanted = "a finite number of samples, 0 or more"
     local_weight = 1.0 if weight is None else as_finite_number("weight", weight, wanted, at_least=0)
     group = _group_of_several(process_group)

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.arguments import check_module
-from lockstep.comm import broadcast_tensors, this_thread
+from lockstep.comm import GroupContext, broadcast_tensors, this_thread
 from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.grad import UnsummedBucket, gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
@@ -46,9 +46,14 @@ class ParallelState:
     The batch consists of the micro-batches of one step that have had their backward.
     """
 
-    def __init__(self, module: nn.Module, engines: Sequence[Engine], *, is_wrapped: bool) -> None:
+    def __init__(
+        self, module: nn.Module, engines: Sequence[Engine], options: Options, *, is_wrapped: bool
+    ) -> None:
         self.module = weakref.ref(module)
-        self.is_wrapped = is_wrapped
+        self.is_wrapped, self.options = is_wrapped, options
+        self.seed = 0  # that of the run, or torch's, when it was made parallel
+        # What higher layers keep of it.
+        self.context = GroupContext()
         # The engines of parallel modules in it, and its own if it has other parameters than those.
         # None of them on a rank that is alone.
         self.engines = list(engines)
@@ -288,6 +293,8 @@ def attach(
         ModelError: If the module can't be made parallel, on this rank or on another.
     """
     group = group if group is not None and group.size() > 1 else None
+    seed = seed_of_run()
+    seed = torch.initial_seed() % 2**62 if seed is None else seed
     inner = {each: state for each in module.modules() if (state := _states.get(each)) is not None}
     previous = _find_state_around(module) if owner is not module else None
     refusal = _refusal(owner, module, group, options, [previous, *inner.values()])
@@ -319,7 +326,10 @@ def attach(
             watch(engine)
             watch_scalers()
     inner_engines = [engine for state in inner.values() for engine in state.engines]
-    state = ParallelState(module, [*inner_engines, *new_engines], is_wrapped=owner is not module)
+    state = ParallelState(
+        module, [*inner_engines, *new_engines], options, is_wrapped=owner is not module
+    )
+    state.seed = seed
     with _lock:  # also for the owners of the state that this one replaces
         owners = [other for other, its in _states.items() if its is previous]
         _states.update(dict.fromkeys([owner, *owners], state))

@@ -18,14 +18,14 @@ from lockstep import spans
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.comm import context_of
-from lockstep.generators import global_generators
+from lockstep.generators import Seeds, global_generators
 from lockstep.launcher import START_AGAIN, SnapshotMemory
 from lockstep.resume.accumulation import Accumulation
 from lockstep.resume.checkpoints import Checkpoints
 from lockstep.resume.newest import key_of, load_newest
 from lockstep.resume.pace import Agreed, Pace
 from lockstep.resume.progress import Progress
-from lockstep.resume.seeds import Seeds, seed_step
+from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
 from lockstep.status import Asked

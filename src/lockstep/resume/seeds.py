@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
-from lockstep.generators import Generators, global_generators, mixed
+from lockstep.generators import Seeds, mixed
 from lockstep.world import accelerator
 
 # Apart from other seeds that are mixed of a seed and two numbers.
 _STEPS = -4
-
-
-class Seeds:
-    """Seeds Python's, NumPy's and torch's global generators, those of all devices in use too."""
-
-    def __init__(self) -> None:
-        self._generators: Generators | None = None  # to find them takes longer than to seed them
-        self._has_numpy = False
-
-    def put(self, number: int) -> None:
-        """Seed them all."""
-        if self._generators is None or self._has_numpy != ("numpy" in sys.modules):
-            self._has_numpy = "numpy" in sys.modules
-            self._generators = global_generators()
-        for generator in self._generators.values():
-            generator.seed(number)
 
 
 def seed_step(seed: int, step: int, rank: int, seeds: Seeds | None = None) -> None:
