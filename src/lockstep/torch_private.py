@@ -59,6 +59,10 @@ set_code_exec_strategy = torch._C._dynamo.eval_frame.set_code_exec_strategy
 _InferenceMode = torch._C._InferenceMode
 # Lets a subclass of Tensor call torch's functions without its own __torch_function__.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# The __torch_function__ of a subclass whose functions are those of a plain tensor.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+# The number of modes that see each operator, such as those of fake tensors.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The gradient that autograd accumulates to: lockstep has parameters with a property of this name.
 _grad: Any = torch.Tensor.grad
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -116,6 +120,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_create_c10d_store": "is replaced: the ranks of one host have a store in a file",
     },
     "torch.Tensor": {
+        "_backward_hooks": "whether the program's hooks see a gradient before it is accumulated",
         "_make_subclass": "a parameter of an embedding that replicas look up together",
         "_make_wrapper_subclass": "tensors of which a rank has only some elements",
         "_post_accumulate_grad_hooks": "whether others have hooks on a new gradient",
@@ -136,6 +141,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_no_grad_embedding_renorm_": "is replaced: ranks take over the rows that lookups scale",
     },
     "torch.ops.aten": {
+        "_embedding_bag": "looks up bags, and tells what their backward needs",
+        "_embedding_bag_backward": "the gradient of their table",
+        "_embedding_bag_per_sample_weights_backward": "that of their weights",
         "_to_copy": "converts such a tensor: torch does so as it loads an optimizer's state",
     },
     "torch._dynamo.eval_frame.OptimizedModule": {

@@ -8,6 +8,7 @@ from lockstep.grad.describe import DescribedBucket, describe_buckets
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.one_pass import Phase
 from lockstep.grad.reducer import Reducer
+from lockstep.grad.row_gradient import RowGradient
 from lockstep.grad.scattered import ScatteredBucket
 from lockstep.grad.unsummed import (
     DeferredParameter,
@@ -29,6 +30,7 @@ __all__ = [
     "GradBucket",
     "Phase",
     "Reducer",
+    "RowGradient",
     "ScatteredBucket",
     "UnsummedBucket",
     "aligned",

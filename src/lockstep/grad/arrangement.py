@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.contents import Contents
 from lockstep.grad.facts import num_facts
 from lockstep.grad.memory import gradient_dtype, line_numel
+from lockstep.grad.row_bucket import RowBucket
 from lockstep.grad.table import GradientTable
 from lockstep.grad.unsummed import UnsummedBucket
 
@@ -23,23 +24,29 @@ class Assigned(NamedTuple):
     """A bucket to be made."""
 
     indices: Sequence[int]  # of its parameters
-    kind: type[UnsummedBucket] | None  # the class of a bucket whose gradients stay unsummed
+    # The class of a bucket whose gradients stay unsummed, or travel by rows.
+    kind: type[UnsummedBucket | RowBucket] | None
 
 
 def assigned_for(
     table: GradientTable,
     order: Sequence[int],
     runs: Sequence[Assigned],
+    tables: Collection[int],
     *,
     cap_bytes: int | Sequence[int],
     first_cap_bytes: int,
 ) -> list[Assigned]:
     """Return the buckets to make for gradients that become ready in ``order``.
 
-    Those of unsummed ``runs`` have buckets of their own. Sparse gradients have none.
+    Those of unsummed ``runs`` have buckets of their own, and so has each of the other ``tables``.
+    Sparse gradients have none.
     """
+    unsummed = {*itertools.chain(*(run.indices for run in runs))}
+    rows = [Assigned([index], RowBucket) for index in order if index in {*tables} - unsummed]
     apart = {
-        *itertools.chain(*(run.indices for run in runs)),
+        *unsummed,
+        *itertools.chain(*(run.indices for run in rows)),
         *table.order[table.sparse.start :],
     }
     parameters = [parameter for _, parameter in table.named]
@@ -54,7 +61,10 @@ def assigned_for(
     last = [run for run in runs if run.kind is not None and run.kind.carries_facts]
     first = [run for run in runs if run not in last]
     others = [Assigned(group, None) for group in groups]
-    return [*first, *(others if others or last else [Assigned([], None)]), *last]
+    others = others if others or last else [Assigned([], None)]
+    # Rows go late: their ranks wait for each other. Embeddings get theirs at the end anyway.
+    end = len(others) if last else -1
+    return [*first, *others[:end], *rows, *others[end:], *last]
 
 
 def alignment_of(parameter: torch.nn.Parameter, hook: CommHook | None) -> int:
@@ -94,6 +104,8 @@ def make_buckets(
             buckets.append(
                 Bucket(contents, group) if hook is None else HookedBucket(contents, group, hook)
             )
+        elif issubclass(kind, RowBucket):
+            buckets.append(RowBucket.of(gradients, group))
         else:
             found = next(unsummed, None)
             buckets.append(found or kind.of(gradients, group, size))

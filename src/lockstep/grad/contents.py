@@ -238,14 +238,8 @@ class Contents:
 
     def _copy(self, first: int, last: int, scale: float) -> None:
         """Copy the gradients from position ``first`` to ``last``, times ``scale``."""
+        self.renew_views(first, last)
         memory = self.memory
-        # model.float() and p.grad.data = ... move the gradient, and so the view, to other memory.
-        # Then a new view takes its place.
-        if [*map(_pointer_of, memory.views[first:last])] != memory.pointers[first:last]:
-            for position in range(first, last):
-                view = memory.views[position]
-                if _pointer_of(view) != memory.pointers[position]:
-                    memory.views[position] = view_like(memory.buffer, self.offsets[position], view)
         views, parameters = memory.views[first:last], self.parameters[first:last]
         sources: list[Any] = [*map(gradient_of, parameters)]
         if (
@@ -266,6 +260,18 @@ class Contents:
             _foreach_copy_(views, sources)
         if scale != 1:
             memory.gradients[self.offsets[first] : self.offsets[last]].mul_(scale)
+
+    def renew_views(self, first: int, last: int) -> None:
+        """Replace views, from position ``first`` to ``last``, that are in other memory by now.
+
+        model.float() and p.grad.data = ... move the gradient, and so the view.
+        """
+        memory = self.memory
+        if [*map(_pointer_of, memory.views[first:last])] != memory.pointers[first:last]:
+            for position in range(first, last):
+                view = memory.views[position]
+                if _pointer_of(view) != memory.pointers[position]:
+                    memory.views[position] = view_like(memory.buffer, self.offsets[position], view)
 
     def _copies_of(self, first: int, last: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return views of the memory, and the gradients to be copied to them; zero other views."""

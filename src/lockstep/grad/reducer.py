@@ -23,6 +23,7 @@ from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
+from lockstep.grad.row_tables import RowTables
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientOrder, GradientTable
 from lockstep.grad.unsummed import UnsummedBucket
@@ -54,6 +55,7 @@ class Reducer:
 
     Attributes:
         table: The parameters, in the order in which their gradients become ready.
+        tables: Which of them are tables whose gradients travel by rows.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         last: What the last backward has left.
         order: The order in which gradients become ready, once ranks agree on it.
@@ -75,6 +77,7 @@ class Reducer:
         # What it reduces, and how.
         self.process_group, self._size = group, group.size()
         self.table = GradientTable(named_parameters, sparse)
+        self.tables = RowTables(self.table, group)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self.comm_hook: CommHook | None = None
@@ -86,7 +89,7 @@ class Reducer:
         self.chunk_ends: Sequence[torch.Tensor] = ()
         self._arranged_for: CommHook | None = None  # the hook of these buckets
         # The indices of parameters whose gradients stay unsummed, which have buckets of their own.
-        self._runs: list[Assigned] = []
+        self.runs: list[Assigned] = []
         # What backwards have shown.
         self.is_rearranged = self._gets_gradients_twice = False
         self.order = GradientOrder(self.table, group)
@@ -113,14 +116,9 @@ class Reducer:
     def defer(self, runs: Sequence[tuple[Sequence[torch.Tensor], type[UnsummedBucket]]]) -> None:
         """Give each run of parameters, of one dtype and device, a bucket of unsummed gradients."""
         index = {id(parameter): index for index, (_, parameter) in enumerate(self.table.named)}
-        self._runs = [Assigned([index[id(p)] for p in run], kind) for run, kind in runs]
+        self.runs = [Assigned([index[id(p)] for p in run], kind) for run, kind in runs]
         self.sum_unsummed()
         self._buckets = []  # they are made when the next backward begins
-
-    @property
-    def has_runs(self) -> bool:
-        """Whether gradients of some parameters stay unsummed."""
-        return bool(self._runs)
 
     def sum_unsummed(self) -> None:
         """Sum the unsummed gradients of deferred buckets, before others are added to them."""
@@ -182,9 +180,11 @@ class Reducer:
         Bucket.open_all(self._buckets, now.scale)
         if self.last.order is not None and not self.is_rearranged:
             order = self.order.agreed(self.last.order)
+            self.tables.agree()
             self.is_rearranged = True  # on every rank, as none of them has raised
             self._arrange(order)
-        if not self._buckets or self._arranged_for is not self.comm_hook:
+        is_other = self.tables.leave_out(self._buckets, table.order)
+        if is_other or not self._buckets or self._arranged_for is not self.comm_hook:
             self._arrange(table.order)
         Bucket.begin_all(self._buckets)
         now.copies_early = copies_early
@@ -215,7 +215,7 @@ class Reducer:
         return assigned_for(
             self.table,
             order,
-            [] if self.comm_hook else self._runs,
+            *([], set()) if self.comm_hook else (self.runs, self.tables.indices),
             cap_bytes=self._cap_bytes,
             first_cap_bytes=self._first_cap_bytes,
         )
@@ -231,7 +231,7 @@ class Reducer:
         """Note that the gradient of ``parameter``, if it is known here, has grown unreduced."""
         if (position := self.table.position_of.get(id(parameter))) is not None:
             self.table.accumulated[position] = 1
-            if self._runs:
+            if self.runs:
                 self.sum_unsummed()
 
     def mark_ready(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -189,7 +189,7 @@ class Engine:
         for parameter in chain(*(trained_run for trained_run, _ in runs)):
             if not isinstance(parameter, DeferredParameter):
                 parameter.__class__ = DeferredParameter
-        if runs or self.reducer.has_runs:
+        if runs or self.reducer.runs:
             self.reducer.defer(runs)
 
     def refuse_distributed_autograd(self) -> None:

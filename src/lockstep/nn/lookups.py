@@ -12,6 +12,7 @@ from lockstep.comm import has_compiled, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn.backward import all_engines
 from lockstep.nn.renormed import has_max_norm, renormed_rows
+from lockstep.nn.row_lookups import embedding, embedding_bag
 from lockstep.torch_private import _register_builtin, get_unwrapped, is_functorch_wrapped_tensor
 
 
@@ -75,5 +76,11 @@ def watch_lookups(module: nn.Module) -> None:
     if functional._no_grad_embedding_renorm_ is not renorm:
         functional._no_grad_embedding_renorm_ = renorm
         _register_builtin(renorm, "aten::_no_grad_embedding_renorm_")  # scripted code has torch's
+    if torch.embedding is not embedding:
+        library: Any = torch
+        library.embedding, library.embedding_bag = embedding, embedding_bag
+        # Scripted code has torch's.
+        _register_builtin(embedding, "aten::embedding")
+        _register_builtin(embedding_bag, "aten::embedding_bag")
     if has_compiled() and has_max_norm(module):
         sys.modules["torch._dynamo"].reset()

@@ -1,0 +1,228 @@
+"""Buckets of tables, of whose gradients only the rows travel that some rank has computed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import all_gather, can_average, start_all_gather_in_place, start_all_reduce
+from lockstep.grad.bucket import Bucket
+from lockstep.grad.contents import Contents
+from lockstep.grad.diagnostics import GradientLog
+from lockstep.grad.memory import Memory, line_numel
+from lockstep.grad.row_gradient import RowGradient, Rows, sum_of_rows
+from lockstep.grad.table import TableSlice
+from lockstep.torch_private import gradient_of, set_gradient
+
+_log = logging.getLogger(__name__)
+
+# After so many backwards in a row in which a rank had more of the gradient than rows, the table is
+# in an ordinary bucket, which is sent while the backward goes on.
+_MOST_DENSE = 3
+# So many times, and then one part in so many each time, zeros between rows are looked at.
+_NUM_FULL_LOOKS, _NUM_PARTS = 4, 16
+# What a rank tells in place of a number of rows.
+_DENSE = -1
+_INDEX_BYTES = torch.int64.itemsize
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Left(NamedTuple):
+    """What a backward has left in a memory, which is zero elsewhere."""
+
+    indices: torch.Tensor  # of the rows
+    version: int  # of the view: it is another one once the program has written to the gradient
+
+
+class RowBucket(Bucket):
+    """A table, of whose gradient the rows travel; where a rank has more than rows, all of it does.
+
+    The gradient is dense to the program. Its memory is kept, and of it only those rows are written
+    that the last backward and this one have computed.
+    """
+
+    carries_facts = False
+
+    def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
+        super().__init__(contents, group)
+        # As in an ordinary bucket, whose memory is the group's: or bits would differ.
+        is_scaled = contents.is_large and group.size().bit_count() == 1
+        self.can_average = not is_scaled and can_average(group, contents.plan.device)
+        # In how many backwards in a row all of the gradient has travelled.
+        self._num_dense = 0
+        self._left: weakref.WeakKeyDictionary[Memory, _Left] = weakref.WeakKeyDictionary()
+        # How often the memory was cleared, and whether the zeros between rows were always there.
+        self._num_clears, self._stays_zero = 0, True
+        self._sent_bytes = 0
+        # Of the backward that runs: this rank's rows, scaled, if it has rows alone; how many each
+        # rank has; and all ranks' rows.
+        self._mine: Rows | None = None
+        self._counts: torch.Tensor | None = None
+        self._by_rank: Sequence[Rows] = ()
+
+    @classmethod
+    def of(cls, gradients: TableSlice, group: dist.ProcessGroup) -> RowBucket:
+        """Make one of ``gradients``, of which there is one."""
+        ((_, parameter),) = gradients.named
+        return cls(Contents(gradients, alignment=line_numel(parameter)), group)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what this rank sent in the last backward."""
+        return self._sent_bytes
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the table is to be in an ordinary bucket from now on, on all ranks."""
+        return self._num_dense >= _MOST_DENSE
+
+    def fill(self) -> None:
+        """Take this rank's rows, or copy all of its gradient if it has more."""
+        contents, parameter = self.contents, self.contents.parameters[0]
+        gradient = gradient_of(parameter)
+        found = gradient.computed_rows() if isinstance(gradient, RowGradient) else None
+        if gradient is None:  # zero_grad() has dropped it, or this rank didn't use the table
+            contents.accumulated[0] = 0
+            self._mine = self._no_rows()
+        elif found is None or not contents.accumulated[0] or self.now.kept:
+            self._left.pop(contents.memory, None)
+            self._mine = None
+            contents.fill()
+        else:
+            indices, rows = found
+            self._mine = indices, rows if self.now.scale == 1 else rows * self.now.scale
+            before = contents.memory.views[0]
+            contents.renew_views(0, 1)
+            if contents.memory.views[0] is not before:
+                self._left.pop(contents.memory, None)
+                contents.memory.views[0].zero_()
+            contents.use_views(0, 1)
+
+    def fill_failed(self) -> None:
+        """Have no rows: the facts tell the others that the backward has failed here."""
+        self.contents.leave_held(itertools.repeat(None))
+        self._mine = self._no_rows()
+
+    def _no_rows(self) -> Rows:
+        view = self.contents.memory.views[0]
+        return torch.empty(0, dtype=torch.int64), view.new_empty(0, *view.shape[1:])
+
+    def launch(self, number: int, *, is_last: bool) -> None:
+        """Start to tell the other ranks how many rows there are."""
+        self.now.is_launched = True
+        self._counts = torch.zeros(self.group.size(), dtype=torch.int64)
+        self._counts[self.group.rank()] = _DENSE if self._mine is None else len(self._mine[0])
+        self.now.work = start_all_gather_in_place(self.group, self._counts)
+
+    def wait(self) -> None:
+        """Wait until the ranks have told, and exchange rows, or sum whole gradients.
+
+        All ranks come here in the order of their buckets, once all of these are launched.
+        """
+        super().wait()
+        counts, self._counts = self._counts, None
+        if counts is None:  # no rank uses the table, and nothing is sent
+            return
+        numbers: list[int] = counts.tolist()
+        if _DENSE in numbers:
+            self._sum_whole()
+        else:
+            self._exchange(numbers)
+
+    def _sum_whole(self) -> None:
+        self._num_dense += 1
+        memory = self.contents.memory
+        if self._mine is not None:
+            self._clear()
+            memory.views[0].index_copy_(0, *self._mine)
+            self._left.pop(memory, None)
+        self._sent_bytes = self.contents.num_bytes
+        op = dist.ReduceOp.AVG if self.now.is_averaged else dist.ReduceOp.SUM
+        start_all_reduce(self.group, memory.buffer, op).wait()
+
+    def _exchange(self, counts: Sequence[int]) -> None:
+        """Get all ranks' rows, each rank's with room for as many as any has."""
+        assert self._mine is not None  # or this rank would have told so
+        self._num_dense = 0
+        most, rows = max(counts), self._mine[1]
+        width = rows[0].nbytes if len(rows) else self.contents.memory.views[0][0].nbytes
+        wire = torch.empty(most * (_INDEX_BYTES + width), dtype=torch.uint8)
+        self._sent_bytes = wire.nbytes
+        for whole, part in zip(self._halves(wire), self._mine, strict=True):
+            whole[: len(part)].copy_(part)
+        gathered = map(self._halves, all_gather(self.group, wire) if most else [])
+        self._by_rank = [(i[:n], v[:n]) for (i, v), n in zip(gathered, counts, strict=False)]
+        self._by_rank = self._by_rank or [self._mine]  # no rows on any rank
+
+    def _halves(self, wire: torch.Tensor) -> Rows:
+        """Return the room for indices in ``wire``, and that for rows behind it."""
+        view = self.contents.memory.views[0]
+        most = wire.nbytes // (_INDEX_BYTES + view[0].nbytes)
+        indices, rows = wire.split([most * _INDEX_BYTES, wire.nbytes - most * _INDEX_BYTES])
+        return indices.view(torch.int64), rows.view(view.dtype).view(most, view.shape[1])
+
+    def finish(self) -> None:
+        """Write the means of the rows to the gradient: all ranks' backwards succeeded."""
+        if self._by_rank:
+            view = self.contents.memory.views[0]
+            # Sums in a narrow dtype would be rounded once per rank.
+            wide = view.dtype if view.itemsize > 2 else torch.float32
+            indices, total = sum_of_rows(self._by_rank, wide)
+            if self.now.is_averaged:
+                total.div_(self.group.size())
+            self._clear()
+            view.index_copy_(0, indices, total.to(view.dtype))
+            self._left[self.contents.memory] = _Left(indices, view._version)
+        super().finish()
+
+    def _clear(self) -> None:
+        """Make all of the memory zero, most of which is: the program may have written to it.
+
+        torch counts what it writes. Past its count (as ``p.grad.data`` is) a program writes
+        everywhere, or does so from the beginning, in nearly all cases: which is looked for.
+        """
+        view = self.contents.memory.views[0]
+        left = self._left.get(self.contents.memory)
+        if (
+            not self._stays_zero
+            or (left is None and view._version)
+            or (left is not None and left.version != view._version)
+        ):
+            view.zero_()
+            return
+        if left is not None:
+            view.index_fill_(0, left.indices, 0)
+        number, self._num_clears = self._num_clears, self._num_clears + 1
+        part = (
+            view if number < _NUM_FULL_LOOKS else view.tensor_split(_NUM_PARTS)[number % _NUM_PARTS]
+        )
+        if bool(part.view(_INTEGERS[view.itemsize]).any()):
+            self._stays_zero = False
+            view.zero_()
+            _log.warning(
+                "The program has written to the gradient of %r past torch's count of writes, as to "
+                "p.grad.data. From now on all of it is cleared in each backward, which takes "
+                "longer. Write to p.grad itself, in torch.no_grad().",
+                self.contents.parameter_names[0],
+            )
+
+    def undo(self) -> None:
+        """The backward has failed here: a gradient that wasn't launched stays, whole."""
+        parameter = self.contents.parameters[0]
+        if isinstance(gradient := gradient_of(parameter), RowGradient):
+            set_gradient(parameter, gradient.as_dense())
+        super().undo()
+
+    def end(self) -> None:
+        """Drop what belongs to the backward, which is over."""
+        super().end()
+        self._mine, self._counts, self._by_rank = None, None, ()
+
+    def log_filled(self, log: GradientLog) -> None:
+        """The log compares gradients by their memory, which has none yet."""
