@@ -374,8 +374,11 @@ def test_only_rows_of_a_large_table_travel_with_their_indices() -> None:
             one_step(model, words)
         (engine,) = engines_with([*model.parameters()])
         (sent,) = [b.num_bytes for b in engine.reducer._buckets if type(b).__name__ == "RowBucket"]
-        facts = lockstep.explain(model).to_dict()
-        return sent, facts["bytes_per_step"]["gradients"]
+        explanation = lockstep.explain(model)
+        told = {one["name"]: one["how"] for one in explanation.to_dict()["parameters"]}
+        assert "of which the rows travel" in told["0.weight"]
+        assert "sparse=True" not in str(explanation)
+        return sent, explanation.to_dict()["bytes_per_step"]["gradients"]
 
     for sent, told in run_ranks(2, body):
         assert sent == 300 * (64 * 4 + 8)

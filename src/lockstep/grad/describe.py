@@ -10,6 +10,7 @@ from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.facts import num_facts
 from lockstep.grad.memory import ALIGNMENT, aligned, gradient_dtype
 from lockstep.grad.reducer import Reducer
+from lockstep.grad.row_bucket import RowBucket
 
 
 class DescribedBucket(NamedTuple):
@@ -19,6 +20,7 @@ class DescribedBucket(NamedTuple):
     gradient_bytes: int
     sent_bytes: int  # with facts, and what aligns gradients
     is_deferred: bool
+    is_by_rows: bool = False  # then ``sent_bytes`` are those of the last backward
 
 
 def describe_buckets(reducer: Reducer) -> list[DescribedBucket]:
@@ -30,6 +32,7 @@ def describe_buckets(reducer: Reducer) -> list[DescribedBucket]:
                 sum(view.nbytes for view in bucket.contents.memory.views),
                 bucket.num_bytes,
                 bucket.is_deferred,
+                isinstance(bucket, RowBucket),
             )
             for bucket in reducer._buckets
         ]

@@ -13,8 +13,7 @@ from lockstep.grad.memory import gradient_dtype
 from lockstep.grad.row_bucket import RowBucket
 from lockstep.grad.table import GradientTable
 
-# From this size on. Below it, rows cost more than the gradient. See "Embeddings" in
-# benchmarks/RESULTS.md.
+# From this size on. Below it, finding the rows takes longer than all of the gradient.
 MIN_TABLE_BYTES = 8 * 2**20
 
 

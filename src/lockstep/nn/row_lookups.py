@@ -16,10 +16,15 @@ from torch import nn
 from lockstep.comm import uncompiled
 from lockstep.errors import ModelError
 from lockstep.grad import RowGradient, gradient_of
-from lockstep.nn.autograd import is_compiled_backward, reached
+from lockstep.nn.autograd import is_compiled_backward
 from lockstep.nn.backward import all_engines
 from lockstep.nn.engine import Engine
-from lockstep.torch_private import forward_level, num_dispatch_modes, peek_interpreter_stack
+from lockstep.torch_private import (
+    _will_engine_execute_node,
+    forward_level,
+    num_dispatch_modes,
+    peek_interpreter_stack,
+)
 
 _aten: Any = torch.ops.aten
 _embedding, _embedding_bag = torch.embedding, torch.embedding_bag
@@ -93,19 +98,28 @@ def embedding_bag(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     return found
 
 
-def _takes_rows(weight: torch.Tensor) -> bool:
-    """Whether the running backward gives ``weight`` its gradient for an engine to reduce by rows.
+def _takes_rows(ctx: Any) -> bool:
+    """Whether the running backward gives a table its gradient for an engine to reduce by rows.
 
     Not if the program sees it before, wants a graph of it, or has gradients to add it to.
     """
+    weight = ctx.weight
     if torch.is_grad_enabled() or is_compiled_backward() or weight._backward_hooks:
         return False
     engine = _engine_of(weight)
     if engine is None or not engine.is_syncing or engine.sees_nested_tasks:
         return False
-    if gradient_of(weight) is not None or not reached([weight]):
+    if gradient_of(weight) is not None or not _accumulates(ctx):
         return False
     return engine.reducer.tables.note_lookup(weight)
+
+
+def _accumulates(ctx: Any) -> bool:
+    """Whether the running backward accumulates the table's gradient, instead of returning it."""
+    try:
+        return _will_engine_execute_node(ctx.next_functions[0][0])
+    except RuntimeError:  # in autograd.grad()
+        return False
 
 
 class _Numbered:
@@ -129,7 +143,7 @@ class _Numbered:
 
 
 def _numbered(ctx: Any, indices: torch.Tensor) -> _Numbered | None:
-    if not _takes_rows(ctx.weight):
+    if not _takes_rows(ctx):
         return None
     numbered = _Numbered(indices, ctx.padding_idx)
     is_worth_it = len(numbered.rows) * _LEAST_UNTOUCHED <= ctx.shape[0]

@@ -35,6 +35,7 @@ from lockstep.nn import (
     scatter,
     state_of,
 )
+from lockstep.observe.words import overlap_of
 from lockstep.tables import FittedTable
 from lockstep.torch_private import _BatchNorm
 from lockstep.world import init, pages_in_large_blocks
@@ -195,6 +196,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
                     "bytes": bucket.sent_bytes,
                     "parameters": names,
                     "is_deferred": bucket.is_deferred,
+                    "is_by_rows": bucket.is_by_rows,
                     "is_hooked": engine.reducer.comm_hook is not None,
                 }
             )
@@ -208,6 +210,8 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
     for name, parameter in module.named_parameters():
         number = where.get(name)
         how = _how(parameter, number, sparse, followers) if engines else is_alone
+        if number is not None and facts["buckets"][number]["is_by_rows"]:
+            how += ", of which the rows travel that any rank has looked up"
         facts["parameters"].append(_fact(name, parameter) | {"how": how, "bucket": number})
     for name, buffer in module.named_buffers():
         how = _POLICIES[policies.get(id(buffer), "local")] if num_ranks > 1 else _POLICIES["local"]
@@ -220,7 +224,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
             b.nbytes for b in module.buffers() if policies.get(id(b)) in ("rank0", "mean")
         ),
     }
-    facts["overlap"] = _overlap(facts["buckets"], is_early, facts["bytes_per_step"]["rows"])
+    facts["overlap"] = overlap_of(facts["buckets"], is_early, facts["bytes_per_step"]["rows"])
     facts["unusual"] = [*_unusual(module, facts)] if num_ranks > 1 else []
     return facts
 
@@ -356,25 +360,6 @@ def _tell_when(buckets: list[dict[str, Any]], is_early: bool) -> None:
         bucket["when"] = early if is_early and early else "at the end of the backward"
 
 
-def _overlap(buckets: list[dict[str, Any]], is_early: bool, row_bytes: int) -> str:
-    if not buckets:
-        return "Nothing is sent, and nothing overlaps."
-    early = sum(bucket["bytes"] for bucket in buckets[:-1])
-    if not is_early:
-        return (
-            "In the first backward nothing is sent before its end: it shows in which order "
-            "gradients come. From the second one on, full buckets are sent while it goes on."
-        )
-    if len(buckets) == 1:
-        also = ", as rows are" if row_bytes else ""
-        return f"All gradients are one bucket, which is sent when the backward is over{also}."
-    total = early + buckets[-1]["bytes"] + row_bytes
-    return (
-        f"{early:,} of {total:,} bytes of gradients are sent while the backward goes on, and the "
-        "rest when it is over."
-    )
-
-
 def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str]]:
     total = facts["bytes_per_step"]["gradients"]
     buckets = facts["buckets"]
@@ -391,7 +376,8 @@ def _unusual(module: nn.Module, facts: dict[str, Any]) -> Iterator[dict[str, str
             }
             break
     tied = {name for names in facts["shared"] for name in names}
-    sent = {one["name"] for one in facts["parameters"] if one["bucket"] is not None}
+    by_rows = {name for bucket in buckets if bucket["is_by_rows"] for name in bucket["parameters"]}
+    sent = {one["name"] for one in facts["parameters"] if one["bucket"] is not None} - by_rows
     for name, parameter in module.named_parameters():
         part = module.get_submodule(name.rpartition(".")[0])
         if (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lockstep.observe.ladder import Ladder
 from lockstep.observe.quantities import duration, in_three_digits
 from lockstep.observe.summary import Evaluations, Late, Summary
@@ -193,3 +195,23 @@ _TOLD = {
     "transfer": _of_transfer,
     "other": _of_other,
 }
+
+
+def overlap_of(buckets: list[dict[str, Any]], is_early: bool, row_bytes: int) -> str:
+    """Say how much of what is sent is so while the backward goes on."""
+    if not buckets:
+        return "Nothing is sent, and nothing overlaps."
+    early = sum(bucket["bytes"] for bucket in buckets[:-1])
+    if not is_early:
+        return (
+            "In the first backward nothing is sent before its end: it shows in which order "
+            "gradients come. From the second one on, full buckets are sent while it goes on."
+        )
+    if len(buckets) == 1:
+        also = ", as rows are" if row_bytes else ""
+        return f"All gradients are one bucket, which is sent when the backward is over{also}."
+    total = early + buckets[-1]["bytes"] + row_bytes
+    return (
+        f"{early:,} of {total:,} bytes of gradients are sent while the backward goes on, and the "
+        "rest when it is over."
+    )
