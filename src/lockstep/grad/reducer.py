@@ -55,10 +55,9 @@ class Reducer:
 
     Attributes:
         table: The parameters, in the order in which their gradients become ready.
-        tables: Which of them are tables whose gradients travel by rows.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         last: What the last backward has left.
-        order: The order in which gradients become ready, once ranks agree on it.
+        tables: Which of them are tables whose gradients travel by rows.
         chunk_ends: The parameters whose gradients are the last ones to be copied at once.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
     """
@@ -77,7 +76,6 @@ class Reducer:
         # What it reduces, and how.
         self.process_group, self._size = group, group.size()
         self.table = GradientTable(named_parameters, sparse)
-        self.tables = RowTables(self.table, group)
         self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self.comm_hook: CommHook | None = None
@@ -92,7 +90,7 @@ class Reducer:
         self.runs: list[Assigned] = []
         # What backwards have shown.
         self.is_rearranged = self._gets_gradients_twice = False
-        self.order = GradientOrder(self.table, group)
+        self.tables = RowTables(self.table, group)
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self.last = Result()
         # The backward that runs, or has failed and isn't finished.
@@ -102,6 +100,11 @@ class Reducer:
     def phase(self) -> Phase:
         """What it is doing."""
         return Phase.IDLE if self._pass is None else self._pass.phase
+
+    @property
+    def order(self) -> GradientOrder:
+        """The order in which gradients become ready, once ranks agree on it."""
+        return self.tables.order
 
     @property
     def _now(self) -> ReducerPass:

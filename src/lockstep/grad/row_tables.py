@@ -11,7 +11,7 @@ from lockstep.comm import any_rank
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.memory import gradient_dtype
 from lockstep.grad.row_bucket import RowBucket
-from lockstep.grad.table import GradientTable
+from lockstep.grad.table import GradientOrder, GradientTable
 
 # From this size on. Below it, finding the rows takes longer than all of the gradient.
 MIN_TABLE_BYTES = 8 * 2**20
@@ -26,10 +26,14 @@ class RowTables:
     Args:
         table: All parameters.
         group: The ranks.
+
+    Attributes:
+        order: The order of all gradients, on which ranks agree before.
+        indices: Those of the tables.
     """
 
     def __init__(self, table: GradientTable, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self.order = group, GradientOrder(table, group)
         # By id(), the index of each parameter that may be one. Facts of failures are read on a CPU.
         is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in table.named)
         may_be = [index for index, (_, p) in enumerate(table.named) if is_on_cpu and _may_be(p)]
