@@ -1,7 +1,4 @@
-"""The command ``lockstep``: its options and their help.
-
-Help is shown at once: nothing that is imported here imports torch.
-"""
+"""The command ``lockstep``: its options and their help, for which nothing here imports torch."""
 
 from __future__ import annotations
 
