@@ -57,6 +57,7 @@ LAYERS = {
     "demo": 10,
     "check": 10,
     "observe": 10,
+    "cli_help": 10,
     "cli": 11,
     "__main__": 12,
 }
@@ -102,7 +103,8 @@ SHELVES = {
         "check": 2_800,
         "bench": 800,
         "demo": 400,
-        "cli": 500,
+        "cli_help": BUDGET_OF_A_MODULE,
+        "cli": 390,
         "__main__": BUDGET_OF_A_MODULE,
     },
 }

@@ -16,131 +16,11 @@ from functools import partial
 from importlib import resources
 from typing import Any, NoReturn
 
-from lockstep import errors, launcher
+from lockstep import cli_help, errors, launcher
 from lockstep.errors import BadLaunch, LockstepError
 from lockstep.printable import printable_lines
 
 __all__ = ["main"]
-
-_LOCKSTEP = """\
-Synchronous data parallelism for PyTorch: one model, many devices, the same
-step.
-
-  run      run a Python script on several ranks, and leave none behind
-  explain  tell what of a script's models is split, copied and reduced
-  report   tell where the time of a traced run went, and which rank is late
-  status   tell what the ranks of a run do that looks stuck
-  doctor   tell what is on this machine, and what is wrong with it
-  demo     train a small network on handwritten digits, over several processes
-  bench    measure, on this machine, what training in step costs
-  help     tell of an error what causes it, and what to do
-  show     print what is in a checkpoint of lockstep.save(), and verify it
-  export   write a checkpoint's model to a file of safetensors
-
-`lockstep run train.py` runs a script on a rank for each NVIDIA GPU, or on 2
-where there is none; `lockstep run --help` tells more."""
-
-_RUN = """\
-Run a Python script on several ranks, and leave none behind.
-
-Each rank runs the script as `python SCRIPT ARGS` would. lockstep.init() gives
-it its place among the others. Lines of output are labelled with the rank that
-wrote them. The first rank that fails ends the run, and is reported with its
-traceback. What follows SCRIPT is the script's: options of lockstep stand
-before it.
-
-Two ranks on this machine:
-  lockstep run -n 2 train.py --epochs 3
-
-A module, with four threads for each rank:
-  lockstep run -n 2 --threads 4 -m my_package.train
-
-Two machines with eight ranks each; the same on the other one, with --node-rank 1:
-  lockstep run --nnodes 2 --node-rank 0 --rdzv-endpoint first:29500 -n 8 train.py"""
-
-_EXPLAIN = """\
-Tell what of a script's models is split, copied and reduced.
-
-The script runs on the ranks until it has taken two optimizer steps. Then rank
-0 tells, as lockstep.explain(model) does, which parameters are kept in step and
-how, in which buckets their gradients are sent, how many bytes a step sends,
-what is unusual and what to change."""
-
-_REPORT = """\
-Tell why a traced run isn't N times as fast on N ranks: what waits for data or
-for a late rank, what sending takes, what each of these would give back, and
-what to do. Two traces are compared.
-
-  lockstep run -n 2 --trace run1 --baseline train.py
-  lockstep report run1"""
-
-_DOCTOR = """\
-Tell what is on this machine, what lockstep.init() makes of it, and what is
-wrong and how to mend it.
-
-Some ranks are started, meet, and time an all-reduce. The exit code is 1 if
-something is wrong."""
-
-_STATUS = """\
-Tell what the ranks of a run do that looks stuck: who waits, in which operation,
-for whom, and at which line of the program that one is.
-
-It finds what 'lockstep run' and launch() have started on this host, and changes
-nothing about it."""
-
-_DEMO = """\
-Train a small network on handwritten digits, over several processes.
-
-Then show that nothing was lost by splitting: one more epoch, on all processes
-and in one, and the largest difference between the two sets of parameters."""
-
-_HELP = """\
-Tell what causes an error of lockstep, and what to do.
-
-  lockstep help PeerLost"""
-
-_SHOW = """\
-Print what is in a checkpoint, and verify every byte of it.
-
-CHECKPOINT is the folder that was given to lockstep.save(), of which the newest
-one is shown, or one of those in it, such as run/000001."""
-
-_EXPORT = """\
-Write the tensors of a checkpoint's model to a file of safetensors.
-
-  lockstep export run model.safetensors --thing model"""
-
-_BENCH = """\
-Measure, on this machine, what training in step costs.
-
-  collectives   collectives in shared memory beside Gloo's and MPI's"""
-
-_COLLECTIVES = """\
-Compare collectives in shared memory with Gloo's and, if mpi4py is installed,
-MPI's.
-
-One set of processes, of one thread each, holds a Gloo and a shm group. The
-contenders take turns, round after round, so that whatever else the machine
-does happens to all of them. shm is measured with ordinary tensors and with
-tensors from `group.empty()`, which are reduced in place. MPI has processes of
-its own, and its turns after the others'.
-
-What is timed: before each call every rank writes its whole tensor, as a
-backward pass does with gradients; that isn't counted. Above 64 KiB the ranks
-then meet, and a call takes from when the first rank begins until the last one
-is through; up to there, calls follow each other, and what the slowest rank
-spends in them counts. Shown are the median and the quartiles of the rounds.
-Ratios are formed in each round by itself.
-
-The bound, from 1 MiB on, is measured beside the all-reduces: the passes over
-memory that an all-reduce in place makes, on all ranks at once but without any
-meeting. What it takes longer than that, meetings and Python take.
-
-Small calls cost what Python costs; the parts of such a call are listed below
-its table.
-
-All of it takes some minutes and, for 256 MiB on 4 ranks, 3 GiB of memory. A quick look:
-  lockstep bench collectives --ranks 2 --sizes 1KiB,1MiB,16MiB --rounds 5"""
 
 
 def main() -> None:
@@ -271,12 +151,12 @@ def _add_program(parser: _Parser, number: str = "N", more: str = "") -> None:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "lockstep [-h] [--version] COMMAND ..."
-    parser = _Parser(prog="lockstep", usage=usage, description=_LOCKSTEP)
+    parser = _Parser(prog="lockstep", usage=usage, description=cli_help.LOCKSTEP)
     parser.option("--version", "Print it.", action=_Version, nargs=0)
     hidden = argparse.SUPPRESS
     commands = parser.add_subparsers(prog="lockstep", metavar="COMMAND", help=hidden)
     usage = "lockstep run [OPTIONS] SCRIPT [ARGS ...]"
-    run = commands.add_parser("run", usage=usage, description=_RUN, act=_run)
+    run = commands.add_parser("run", usage=usage, description=cli_help.RUN, act=_run)
     more = " MIN:MAX, with --restarts: MAX, or one for each GPU; where so many fail as often as "
     more += "they may, one fewer goes on, down to MIN."
     _add_program(run, "N|MIN:MAX", more)
@@ -354,9 +234,11 @@ def _parser() -> argparse.ArgumentParser:
         "ended; by default 60.",
     )
     usage = "lockstep explain [OPTIONS] SCRIPT [ARGS ...]"
-    explain = commands.add_parser("explain", usage=usage, description=_EXPLAIN, act=_explain)
+    explain = commands.add_parser(
+        "explain", usage=usage, description=cli_help.EXPLAIN, act=_explain
+    )
     _add_program(explain)
-    report = commands.add_parser("report", description=_REPORT, act="observe.report")
+    report = commands.add_parser("report", description=cli_help.REPORT, act="observe.report")
     report.add_argument("folder", metavar="DIR", help="The folder that --trace was given.")
     both = "That of another run: then the report is of this one, and compares both."
     report.add_argument("other", metavar="DIR2", nargs="?", help=both)
@@ -366,15 +248,15 @@ def _parser() -> argparse.ArgumentParser:
         "Predict more ranks for this network: the latency of a message in microseconds and Gbit/s, "
         "as in 20,25, or 1gbe, 10gbe, 25gbe, 100gbe, 200gb-ib, 400gb-ib; else what fits the trace.",
     )
-    status = commands.add_parser("status", description=_STATUS, act="observe.status")
+    status = commands.add_parser("status", description=cli_help.STATUS, act="observe.status")
     status.add_argument(
         "pid", nargs="?", metavar="PID", help="The process id of one lockstep run; by default all."
     )
     status.option("--stacks", "Print each rank's whole stack as well.", action="store_true")
-    doctor = commands.add_parser("doctor", description=_DOCTOR, act="observe.doctor")
+    doctor = commands.add_parser("doctor", description=cli_help.DOCTOR, act="observe.doctor")
     doctor.option("-n --nprocs N", "How many ranks to start; by default one for each GPU, or 2.")
     doctor.option("--json", "Print it all as JSON.", dest="as_json", action="store_true")
-    demo = commands.add_parser("demo", description=_DEMO, act="demo.demo")
+    demo = commands.add_parser("demo", description=cli_help.DEMO, act="demo.demo")
     demo.option("-n --nprocs N", "How many processes train; by default 2.")
     demo.option("--epochs E", "How often to go through the training images; by default 15.")
     demo.option("--seed SEED", "What all that is random is drawn from; by default 1234.", type=int)
@@ -383,24 +265,24 @@ def _parser() -> argparse.ArgumentParser:
         "scikit-learn's 1,797 digits, which is the default; MNIST, downloaded by torchvision; or a "
         "folder with a sub-folder of PNG or JPEG images for each class.",
     )
-    help_command = commands.add_parser("help", description=_HELP, act=_help)
+    help_command = commands.add_parser("help", description=cli_help.HELP, act=_help)
     help_command.add_argument(
         "error",
         nargs="?",
         metavar="ERROR",
         help="The name of its class; without one, all are listed.",
     )
-    commands.add_parser("show", description=_SHOW, act="checkpoint.show").add_argument(
+    commands.add_parser("show", description=cli_help.SHOW, act="checkpoint.show").add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Its folder."
     )
-    export = commands.add_parser("export", description=_EXPORT, act="checkpoint.export")
+    export = commands.add_parser("export", description=cli_help.EXPORT, act="checkpoint.export")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="Its folder.")
     export.add_argument("to", metavar="FILE", help="The file to write.")
     export.option("--thing NAME", "What of it, as it was named in save(); by default model.")
-    bench = commands.add_parser("bench", usage="lockstep bench [-h]", description=_BENCH)
+    bench = commands.add_parser("bench", usage="lockstep bench [-h]", description=cli_help.BENCH)
     benchmarks = bench.add_subparsers(prog="lockstep bench", metavar="COMMAND", help=hidden)
     collectives = benchmarks.add_parser(
-        "collectives", description=_COLLECTIVES, act="bench.collectives"
+        "collectives", description=cli_help.COLLECTIVES, act="bench.collectives"
     )
     collectives.option(
         "--ranks N",

@@ -298,9 +298,12 @@ def test_when_to_tell_of_gradients_again():
     backward(reducer, parameters, list(range(9)))
     assert [len(bucket) for bucket in reducer.buckets] == [2, 4, 3]
     reducer.begin()
-    assert reducer.mark_ready(parameters[:1]) == 1  # the next one fills the first bucket
-    assert reducer.mark_ready(parameters[1:2]) == 3  # the last bucket will be full before the next
-    assert reducer.mark_ready(parameters[2:5]) == 1
+    reducer.mark_ready(parameters[:1])
+    assert reducer.next_few() == 1  # the next one fills the first bucket
+    reducer.mark_ready(parameters[1:2])
+    assert reducer.next_few() == 3  # the last bucket will be full before the next
+    reducer.mark_ready(parameters[2:5])
+    assert reducer.next_few() == 1
     assert len(group.sizes) == 3 + 1
 
 

@@ -54,7 +54,7 @@ def test_run_reads_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read(monkeypatch, "--stdin", "none", "train.py").stdin_rank is None
     hosts = ("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "x:29500")
     meeting = read(monkeypatch, *hosts, "-n", "1", "train.py").meeting
-    assert meeting == Meeting(2, 1, "x", 29500, "lockstep", 300, 60)
+    assert meeting == Meeting(2, 1, "x", 29500, "lockstep", 300, 60, 2, 30)
 
 
 @pytest.mark.parametrize("name", ["-n", "--nprocs", "--nproc-per-node", "--nproc_per_node"])
