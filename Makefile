@@ -27,7 +27,8 @@ test-simulated: .venv/ready  ## Run the tests that need GPUs on simulated ones
 
 test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that others may have written
 	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long tests/checkpoint/test_mutations.py \
-	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py
+	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py \
+	  tests/launcher/test_store_entries.py tests/world/test_store_entries.py
 
 test-shown: .venv/ready  ## Make mistakes in the source, one at a time, and see their tests fail
 	$(BIN)/python -m tests.shown_by -j $(JOBS)

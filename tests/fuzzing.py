@@ -16,11 +16,14 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+
+from tests.memory import FIXED_BYTES, peak_of
 
 
 class _Raw(str):
@@ -253,6 +256,24 @@ def read_mutated(read: Callable[[bytes], object], entry: bytes, num_mutations: i
                 read(change(entry, chance))
             except BaseException as error:
                 raise AssertionError(f"seed {seed}: {error!r}") from error
+
+
+def read_crafted(read: Callable[[bytes], object]) -> None:
+    """Read entries of a store that take as much memory as they can, of a few sizes."""
+    for number in (10_000, 30_000, 500_000):
+        for entry in (
+            b"[" + b"[]," * number + b"[]]",
+            b"[1," + b"0," * number + b"[]]",
+            b"[" + b"{}," * number + b"0]",
+            b"{" + b",".join(b'"%x":0' % n for n in range(min(number, 100_000))) + b"}",
+            b'["RESTART","' + b"\\n" * number + b'"]',
+            b'["' + "\U0001f600".encode() + b"x" * number + b'",1,2]',
+            b"[" * number + b"]" * number,
+            b"\xff" * number,
+            b"1" * number,
+        ):
+            peak = peak_of(partial(read, entry))
+            assert peak < 2 * len(entry) + FIXED_BYTES, (entry[:20], len(entry), peak)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 # From <sys/mman.h>.
 CLOEXEC, ALLOW_SEALING = 1, 2
 _FOLDER = "/dev/shm"
+_LEAST_BYTES = 1 << 16  # of room in a folder that is used
 _LINK = re.compile(r"/memfd:(.*?)(?: \(deleted\))?|.*/lockstep-\w{8}\.([^/]*) \(deleted\)", re.S)
 
 
@@ -56,18 +58,29 @@ def memory_file(name: str) -> int:
         try:
             # Made anew, for this user alone; /proc shows its name when it has none any more.
             descriptor, path = tempfile.mkstemp(f".{name}", "lockstep-", folder)
+            os.unlink(path)
+            _check_room(descriptor)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             tried.append(str(error))
         else:
-            os.unlink(path)
             return descriptor
     raise OSError(
         errno.ENOENT,
         "This system has no memfd_create, and there is no folder to make a file in that processes "
         f"share ({'; '.join(tried)}). Let TMPDIR name a folder that can be written to",
     )
+
+
+def _check_room(descriptor: int) -> None:
+    """Raise OSError where a folder is full: who writes to memory without any is ended."""
+    try:
+        os.posix_fallocate(descriptor, 0, _LEAST_BYTES)
+        os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def name_of(path: str) -> str:
@@ -78,6 +91,27 @@ def name_of(path: str) -> str:
     """
     found = _LINK.fullmatch(os.readlink(path))
     return (found[1] or found[2] or "") if found else ""
+
+
+def open_in_memory(path: str, name: str, flags: int = os.O_RDONLY) -> int:
+    """Return the descriptor of the open file at ``path``, one that :func:`memory_file` made.
+
+    Another user's process may have there what it likes by now: a pipe, which would keep its reader,
+    or a file of somebody else that has such a name in a folder.
+
+    Raises:
+        OSError: If it is no file in memory whose name begins with ``name``.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        is_nameless = stat.S_ISREG(found.st_mode) and not found.st_nlink
+        if not is_nameless or not name_of(f"/proc/self/fd/{descriptor}").startswith(name):
+            raise OSError(errno.EINVAL, "It is no file in memory", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def files_in_memory(name: str) -> Iterator[tuple[int, str]]:

@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     )
 
 
+def shown(path: object) -> str:
+    """Return a path for a message: as it is :func:`printable`, on one line."""
+    return printable(str(path))
+
+
 def printable_lines(text: str) -> str:
     """Return lines each of which is :func:`printable`, without their colours.
 

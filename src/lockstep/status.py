@@ -12,27 +12,27 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.memory_files import files_in_memory, memory_file
+from lockstep.memory_files import files_in_memory, memory_file, open_in_memory
 from lockstep.printable import printable
 
 # The program's own code, its end, and names of spans (lockstep.spans.NAMES) that tell of others.
 STATES = ("program", "data", "launch", "wait", "save", "end")
 # Makes a rank write the stacks of its threads. Programs use SIGUSR1 and SIGUSR2 for themselves.
 STACKS_SIGNAL = signal.SIGRTMAX - 2
-STACKS_NAME, _MEMORY_NAME = "lockstep-stacks", "lockstep-status"
-_VERSION = 1
+STACKS_NAME, MEMORY_NAME = "lockstep-stacks", "lockstep-status"
+VERSION = 1
 # Each rank has two pages of 4 KiB: numbers and the detail of its state, and what it logs. Before
 # the first rank there is one about the run.
-_PAGE_BYTES = 4096
-_RANK_BYTES = 2 * _PAGE_BYTES
+PAGE_BYTES = 4096
+_RANK_BYTES = 2 * PAGE_BYTES
 _DETAIL_AT, _MOST_DETAIL_BYTES = 1024, 64
-_MOST_LOGGED_BYTES = _PAGE_BYTES
+_MOST_LOGGED_BYTES = PAGE_BYTES
 
 
 class _Number(IntEnum):
@@ -184,7 +184,7 @@ class RankStatus:
             self._logged, data = {}, b"{}"
         numbers = self._numbers
         numbers[_Number.LOG_VERSION] += 1
-        self._memory[_PAGE_BYTES : _PAGE_BYTES + len(data)] = data
+        self._memory[PAGE_BYTES : PAGE_BYTES + len(data)] = data
         numbers[_Number.LOGGED_BYTES] = len(data)
         numbers[_Number.LOGGED_STEP], numbers[_Number.LAST_STEP] = step, last_step
         numbers[_Number.LOG_VERSION] += 1
@@ -193,8 +193,8 @@ class RankStatus:
         """Tell where a reader finds the stacks that the rank dumps."""
         self._numbers[_Number.STACKS] = descriptor
 
-    def read(self) -> RankState:
-        """Return what the rank does."""
+    def read(self, *, with_values: bool = True) -> RankState:
+        """Return what the rank does; ``with_values`` that it logged."""
         found: dict[str, Any] = {name: self._numbers[place] for name, place in _SHOWN.items()}
         # Whatever a rank that runs wild has left there is shown.
         found["state"] = STATES[found["state"] % len(STATES)]
@@ -202,19 +202,20 @@ class RankStatus:
             found["waited"] += max(0, now() - found["since"])
         detail = bytes(self._memory[_DETAIL_AT : _DETAIL_AT + _MOST_DETAIL_BYTES]).rstrip(b"\0")
         found["detail"] = printable(detail.decode(errors="replace"))
-        found["logged_step"], found["last_step"], found["values"] = self._read_log()
+        found["logged_step"], found["last_step"], data = self._read_log()
+        found["values"] = _numbers_in(_object_in(data)) if with_values else {}
         return RankState(**found)
 
-    def _read_log(self) -> tuple[int, int, dict[str, float]]:
+    def _read_log(self) -> tuple[int, int, bytes]:
         numbers = self._numbers
         for _ in range(100):  # a rank that was killed may leave an odd version for ever
             version = numbers[_Number.LOG_VERSION]
             size = max(0, min(numbers[_Number.LOGGED_BYTES], _MOST_LOGGED_BYTES))
-            data = bytes(self._memory[_PAGE_BYTES : _PAGE_BYTES + size])
+            data = bytes(self._memory[PAGE_BYTES : PAGE_BYTES + size])
             step, last = numbers[_Number.LOGGED_STEP], numbers[_Number.LAST_STEP]
             if version % 2 == 0 and version == numbers[_Number.LOG_VERSION]:
-                return step, last, _numbers_in(_object_in(data))
-        return 0, 0, {}
+                return step, last, data
+        return 0, 0, b""
 
 
 def _object_in(data: bytes) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def _numbers_in(found: dict[str, Any]) -> dict[str, float]:
 class RunStatus:
     """The pages of a run on one host: facts about it, and what each of its ranks does."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memoryview(memory)
         num_ranks = len(memory) // _RANK_BYTES
         first = len(memory) - num_ranks * _RANK_BYTES
@@ -251,7 +252,7 @@ class RunStatus:
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
         """How large the pages are of a run with so many ranks on this host."""
-        return _PAGE_BYTES + num_ranks * _RANK_BYTES
+        return PAGE_BYTES + num_ranks * _RANK_BYTES
 
     @classmethod
     def create(cls, program: str, num_ranks: int) -> RunStatus:
@@ -261,14 +262,14 @@ class RunStatus:
             OSError: If there is no room for them, or no descriptor.
         """
         size = cls.num_bytes(num_ranks)
-        descriptor = memory_file(_MEMORY_NAME)
+        descriptor = memory_file(MEMORY_NAME)
         try:
-            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)  # a rank that lacked a page would be ended
             memory = mmap.mmap(descriptor, size)  # has a descriptor of its own, which stays open
         finally:
             os.close(descriptor)
-        facts = {"version": _VERSION, "pid": os.getpid(), "program": program[:500], "at": now()}
-        data = json.dumps(facts).encode()[: _PAGE_BYTES - 1] + b"\0"
+        facts = {"version": VERSION, "pid": os.getpid(), "program": program[:500], "at": now()}
+        data = json.dumps(facts).encode()[: PAGE_BYTES - 1] + b"\0"
         memory[: len(data)] = data
         return cls(memory)
 
@@ -279,10 +280,13 @@ class RunStatus:
         Raises:
             OSError: If it has none.
         """
-        for owner, path in files_in_memory(_MEMORY_NAME):
+        for owner, path in files_in_memory(MEMORY_NAME):
             if owner == pid:
-                with open(path, "r+b") as file:
-                    return cls(mmap.mmap(file.fileno(), 0))
+                descriptor = open_in_memory(path, MEMORY_NAME, os.O_RDWR)
+                try:
+                    return cls(mmap.mmap(descriptor, 0))
+                finally:
+                    os.close(descriptor)
         raise OSError(f"Process {pid} has no pages of a run.")
 
     def clear(self, num_ranks: int) -> None:
@@ -300,27 +304,13 @@ class RunStatus:
     @property
     def facts(self) -> dict[str, Any]:
         """The supervisor's process id, its program, and when it began, by now(); or nothing."""
-        found = _object_in(bytes(self._memory[:_PAGE_BYTES]).split(b"\0", 1)[0])
+        found = _object_in(bytes(self._memory[:PAGE_BYTES]).split(b"\0", 1)[0])
         kinds = {"version": int, "pid": int, "program": str, "at": int}
         if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
             return {}
         if abs(found["at"]) >= 1 << 63:  # a time, as a rank that runs wild may leave it
             return {}
         return found | {"program": printable(found["program"])}
-
-
-def running() -> Iterator[RunStatus]:
-    """Yield the runs of this user on this host."""
-    for pid, path in files_in_memory(_MEMORY_NAME):
-        try:
-            with open(path, "rb") as file:
-                found = RunStatus(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                facts = found.facts
-        except (OSError, ValueError):  # the process has just ended
-            continue
-        # Ranks have the same memory open.
-        if facts.get("version") == _VERSION and facts["pid"] == pid:
-            yield found
 
 
 def stat_fields(pid: int) -> list[str]:

@@ -11,7 +11,7 @@ from lockstep.comm.failures import _blame, _Note
 from lockstep.comm.shm.barrier import Fault
 from lockstep.errors import LockstepError
 from tests.counts import NUM_MUTATIONS
-from tests.fuzzing import read_mutated
+from tests.fuzzing import read_crafted, read_mutated
 
 FAULT = Fault("CollectiveTimeout", "The all_reduce of rank 1 took 30 s.", [1, 3]).encode()
 NOTE = json.dumps(_Note(True, [1, 2])).encode()
@@ -38,3 +38,8 @@ def read_note(entry: bytes) -> None:
 )
 def test_any_entry_is_read_or_told_of(read: Any, entry: bytes, num_mutations: int) -> None:
     read_mutated(read, entry, num_mutations)
+
+
+@pytest.mark.parametrize("read", [read_fault, read_note])
+def test_an_entry_takes_at_most_twice_its_size(read: Any) -> None:
+    read_crafted(read)

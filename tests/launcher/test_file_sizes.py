@@ -74,7 +74,8 @@ def test_a_limit_that_leaves_no_room_for_the_launcher_is_named(bench: Bench) -> 
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [(INIT, "no room"), (GROUPS, "DistStoreError: File too large")]
+    ("script", "said"),
+    [(INIT, "no room"), (GROUPS, "The store where the ranks meet is full: File too large")],
 )
 def test_a_store_without_room_is_named_and_ends(bench: Bench, script: str, said: str) -> None:
     done = run(bench, script)
@@ -82,6 +83,35 @@ def test_a_store_without_room_is_named_and_ends(bench: Bench, script: str, said:
     assert said in done.stderr
     assert "failed first" in done.stderr
     assert "Fatal Python error" not in done.stdout + done.stderr
+
+
+def test_a_full_store_is_dropped(bench: Bench) -> None:
+    """Or torch would read its last entry, which is there in part, for ever, if only to free it."""
+    script = bench.script(
+        """
+        import os, resource
+        from datetime import timedelta
+        from lockstep.errors import RendezvousFailed
+        from lockstep.memory_files import memory_file
+        from lockstep.world import rendezvous
+
+        path = f"/proc/{os.getpid()}/fd/{memory_file('lockstep-store')}"
+        store = rendezvous._file_store(rendezvous._open_file(path), timedelta(seconds=1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
+        try:
+            store.set("key", "x" * 1000)
+        except RuntimeError as error:
+            try:
+                rendezvous.drop_full_stores(error)
+            except RendezvousFailed as named:
+                assert "(ulimit -f)" in str(named), named
+        assert not store.check(["key"])
+        print("dropped")
+        """
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "dropped\n"), done.stderr
 
 
 def test_training_leaves_room_in_the_store(bench: Bench) -> None:

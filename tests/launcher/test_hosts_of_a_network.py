@@ -86,6 +86,27 @@ def test_hosts_that_are_copies_are_different_hosts(
         assert expected[number] in out
 
 
+def test_copies_are_different_hosts_for_torchs_init_process_group(
+    bench: Bench, two_hosts: Hosts
+) -> None:
+    script = bench.script(
+        """
+        import torch, torch.distributed as dist
+        from lockstep.comm import network, register_backends
+        network.this_kernel = lambda namespace: f"a kernel and its {namespace}"
+        register_backends()
+        dist.init_process_group("shm")
+        total = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(total)
+        print(total.item(), flush=True)
+        """
+    )
+    for number, run in enumerate(start_on(two_hosts, script)):
+        out, err = run.communicate(timeout=100)
+        assert run.returncode == 0, err
+        assert lines_of(out, 2 * number) == ["10.0"]
+
+
 @pytest.mark.parametrize("versions", [(6,), (4, 6)])
 def test_two_hosts_of_a_network_of_ipv6(bench: Bench, versions: tuple[int, ...]) -> None:
     with hosts_of_a_network(2, versions) as hosts:

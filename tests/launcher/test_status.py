@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.status import STACKS_SIGNAL, RunStatus, running
+from lockstep.status import STACKS_SIGNAL, RunStatus
 from tests.launcher.bench import Bench
 from tests.waiting import until
 
@@ -62,8 +62,7 @@ def test_a_rank_that_others_wait_for_is_told_with_its_line(bench: Bench) -> None
 def test_a_stopped_rank_is_told(bench: Bench) -> None:
     run = bench.start("run", "-n", 2, bench.script(SCRIPT))
     assert until((bench.directory / "slow").exists)
-    (found,) = [each for each in running() if each.facts["pid"] == run.pid]
-    pid = found.ranks[0].read().pid
+    pid = RunStatus.of(run.pid).ranks[0].read().pid
     os.kill(pid, signal.SIGSTOP)
     try:
         assert until(lambda: "Rank 0 is stopped" in status_of(bench, str(run.pid)).stdout)
@@ -107,7 +106,7 @@ def test_processes_that_end_meanwhile_are_passed_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "listdir", partial(list_all_but_gone, os.listdir))
     monkeypatch.setattr(os, "scandir", partial(list_all_but_gone, os.scandir))
     kept = RunStatus.create("train.py", 1)
-    assert kept.facts in [each.facts for each in running()]
+    assert kept.facts == RunStatus.of(os.getpid()).facts
 
 
 def test_pages_hold_what_a_rank_writes() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.entries import text_in
 from lockstep.launcher import Outcome
 from lockstep.launcher.agreement import decoded, told_interruption
 from lockstep.launcher.restarts import Decision, Verdict
 from tests.counts import NUM_MUTATIONS
-from tests.fuzzing import read_mutated
+from tests.fuzzing import read_crafted, read_mutated
 
 FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no", "no", False, None]).encode()
 DECISION = Decision(Verdict.RESTART, "restart 1: rank 0 of 2 failed").encoded().encode()
@@ -47,7 +48,7 @@ def read_interruption(entry: bytes) -> None:
 
 def read_decision(entry: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert isinstance(Decision.of(entry.decode(errors="replace")).words, str)
+        assert isinstance(Decision.of(text_in(entry)).words, str)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,8 @@ def read_decision(entry: bytes) -> None:
 )
 def test_any_entry_is_read_or_told_of(read: Any, entry: bytes, num_mutations: int) -> None:
     read_mutated(read, entry, num_mutations)
+
+
+@pytest.mark.parametrize("read", [read_failure, read_interruption, read_decision])
+def test_an_entry_takes_at_most_twice_its_size(read: Any) -> None:
+    read_crafted(read)

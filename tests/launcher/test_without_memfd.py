@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -64,6 +65,28 @@ needs_seccomp = pytest.mark.skipif(
     or subprocess.run([sys.executable, "-c", REFUSED, str(NUMBER), "1"], check=False).returncode,
     reason="needs seccomp, and the number of the system call",
 )
+
+
+@pytest.mark.long
+@needs_seccomp
+def test_a_full_folder_of_shared_memory_ends_no_run(bench: Bench) -> None:
+    """What ranks tell of themselves would else be memory that isn't there."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    start = REFUSED + "os.execv(sys.executable, [sys.executable, *sys.argv[3:]])"
+    full = "mount -t tmpfs -o size=8k none /dev/shm && ! dd if=/dev/zero of=/dev/shm/x 2>/dev/null"
+    words = ["-m", "lockstep", "run", "-n", "2", str(bench.script(PROGRAM))]
+    done = subprocess.run(
+        [
+            *("unshare", "-m", "sh", "-c", f'{full}; exec "$@"', "sh"),
+            *(sys.executable, "-c", start, str(NUMBER), str(errno.EPERM), *words),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" 3") == 2
 
 
 @pytest.mark.long

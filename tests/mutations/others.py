@@ -125,4 +125,39 @@ OTHERS = [
         "            post.move_to_end(after.id, last=False)\n",
         "",
     ),
+    # An entry of a store takes whatever memory it likes.
+    mutation(
+        "test_a_note_takes_at_most_twice_its_size",
+        "entries.py",
+        "if not has_room_for(text):",
+        "if False:",
+    ),
+    # Of another user's file, all is read.
+    mutation(
+        "test_pages_of_no_runs_size_are_not_shown",
+        "observe/attach.py",
+        "if not PAGE_BYTES <= size <= _MOST_RUN_BYTES:",
+        "if size > 1 << 32:",
+    ),
+    # Stacks are asked for in a file that has a name.
+    mutation(
+        "test_a_file_with_a_name_is_not_emptied",
+        "memory_files.py",
+        "is_nameless = stat.S_ISREG(found.st_mode) and not found.st_nlink",
+        "is_nameless = stat.S_ISREG(found.st_mode)",
+    ),
+    # Rows of logs are as long as they like.
+    mutation(
+        "test_a_log_is_continued_in_twice_its_size",
+        "observe/logger.py",
+        "self._num_left < 0 or self._num_columns >= _MOST_COLUMNS",
+        "False",
+    ),
+    # Nobody hears that a rank has ended.
+    mutation(
+        "test_rank_that_leaves_before_init_is_named_at_once",
+        "launcher/watch.py",
+        "            self._host.tell_of_end(rank.rank)\n",
+        "            pass\n",
+    ),
 ]

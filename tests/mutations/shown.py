@@ -302,6 +302,12 @@ SHOWN = [
         "self._shares_graph = False",
     ),
     mutation(
+        "test_a_full_store_is_dropped",
+        "world/rendezvous.py",
+        "os.dup2(nothing.fileno(), descriptor, inheritable=False)",
+        "pass",
+    ),
+    mutation(
         "test_each_stream_that_reads_parameters_waits_for_their_update",
         "optim/arriving.py",
         "if stream.stream_id not in self._streams:",

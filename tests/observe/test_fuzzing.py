@@ -394,6 +394,7 @@ def test_any_memory_of_ranks_is_shown(
         rank.enter("wait", "all_reduce[/nope]\x1b[2J")
         rank.log(3, 9, {"loss": 0.5, EVIL: 1.0})
     monkeypatch.setattr(attach, "running", lambda: iter([run]))
+    monkeypatch.setattr(RunStatus, "refresh", lambda _: None, raising=False)
     whole = bytes(run._memory)
     for seed in range(num_mutations):
         chance = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -93,14 +94,21 @@ class Forbidden(socket.socket):
     connect = bind
 
 
-def test_a_sandbox_that_forbids_abstract_sockets_is_one_where_none_is_reached(
+def test_a_sandbox_that_forbids_abstract_sockets_is_a_host_as_its_kernel_tells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And not one for each rank: whether others can be reached isn't known there."""
     with within_reach() as name:
         assert is_within_reach(name)
-        monkeypatch.setattr("lockstep.comm.network.socket.socket", Forbidden)
-        assert not is_within_reach(name)
+    assert not is_within_reach(name)  # it is over
+    monkeypatch.setattr("lockstep.comm.network.socket.socket", Forbidden)
+    monkeypatch.setattr("lockstep.comm.network._told_apart", [])
     with within_reach() as name:
-        pass
+        assert name == ""
+        assert is_within_reach(name)
     store, late = dist.HashStore(), timedelta(seconds=9)
-    assert len(hosts_of_ranks(store, Placement(Starter.LOCKSTEP), late)) == 1
+    with ThreadPoolExecutor() as pool:
+        places = [Placement(Starter.TORCHRUN, rank, 2, None, None) for rank in range(2)]
+        found = [*pool.map(lambda place: hosts_of_ranks(store, place, late), places)]
+    assert found[0] == found[1]
+    assert len({*found[0]}) == 1

@@ -31,7 +31,7 @@ from lockstep.checkpoint.json_text import Elements, Members, Value, value_at
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from lockstep.folders import Folder
-from lockstep.printable import printable
+from lockstep.printable import printable, shown
 from lockstep.tree import Header, from_flat
 
 VERSION = 1
@@ -158,7 +158,7 @@ class Manifest:
             text = self._files.read(MANIFEST)
         except (FileNotFoundError, NotADirectoryError) as error:
             if not folder.is_dir():
-                raise CheckpointNotFound(f"There is no checkpoint {folder}.") from error
+                raise CheckpointNotFound(f"There is no checkpoint {shown(folder)}.") from error
             raise self._damaged("is missing") from error
         except OSError as error:
             raise self._damaged(f"can't be read ({error.strerror})") from error
@@ -167,8 +167,9 @@ class Manifest:
             raise self._damaged("doesn't begin as a checkpoint of lockstep does")
         if int(found[1]) > VERSION:
             raise CheckpointDamaged(
-                f"{self._path} has format {int(found[1])}, and this version of lockstep reads up "
-                f"to {VERSION}. Install the version that it was saved with, or a newer one."
+                f"{shown(self._path)} has format {int(found[1])}, and this version of lockstep "
+                f"reads up to {VERSION}. Install the version that it was saved with, or a newer "
+                "one."
             )
         digest = hashlib.blake2b(memoryview(text)[found.end() :], digest_size=32).hexdigest()
         if digest.encode() != found[2]:
@@ -177,8 +178,8 @@ class Manifest:
 
     def _damaged(self, what: str, name: str = MANIFEST) -> CheckpointDamaged:
         return CheckpointDamaged(
-            f"{self.folder / name} {printable(what)}. Nothing was loaded. Load an older checkpoint "
-            "by its number: lockstep.load('.../000001', ...)."
+            f"{shown(self.folder / name)} {printable(what)}. Nothing was loaded. Load an older "
+            "checkpoint by its number: lockstep.load('.../000001', ...)."
         )
 
     def plain_values(self) -> set[str]:
@@ -440,14 +441,16 @@ def newest(path: Path) -> Path:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{error.filename} can't be read: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{shown(error.filename)} can't be read: {error.strerror}."
+        ) from error
 
 
 def _newest(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise CheckpointNotFound(
-            f"{path} is a file, and a checkpoint of lockstep is a folder. Give the folder that was "
-            "given to lockstep.save()."
+            f"{shown(path)} is a file, and a checkpoint of lockstep is a folder. Give the folder "
+            "that was given to lockstep.save()."
         )
     if (path / MANIFEST).exists():
         return path
@@ -455,12 +458,15 @@ def _newest(path: Path) -> Path:
         return path / f"{numbers[-1]:06}"
     if not path.exists():
         others = ", ".join(f"{number:06}" for number in numbers_in(path.parent))
-        there = f" {path.parent} has {others}." if NUMBER.fullmatch(path.name) and others else ""
+        there = (
+            f" {shown(path.parent)} has {others}." if NUMBER.fullmatch(path.name) and others else ""
+        )
         raise CheckpointNotFound(
-            f"The folder {path} is not there.{there} lockstep.save() makes checkpoints."
+            f"The folder {shown(path)} is not there.{there} lockstep.save() makes checkpoints."
         )
     if NUMBER.fullmatch(path.name):  # a checkpoint without its manifest
         return path
     raise CheckpointNotFound(
-        f"There is no checkpoint in {path}. Give the folder that was given to lockstep.save()."
+        f"There is no checkpoint in {shown(path)}. Give the folder that was given to "
+        "lockstep.save()."
     )

@@ -34,7 +34,7 @@ from lockstep.comm import bytes_of
 from lockstep.deadline import Deadline
 from lockstep.errors import CheckpointError, SaveFailed
 from lockstep.folders import Folder
-from lockstep.printable import printable
+from lockstep.printable import printable, shown
 from lockstep.tree import Header, Range
 
 # How long rank 0 waits for the others' parts of a checkpoint.
@@ -68,8 +68,8 @@ class Place:
         if number is None:
             if (path / MANIFEST).exists():
                 raise SaveFailed(
-                    f"{path} is a checkpoint, not a folder of checkpoints. Give the folder around "
-                    f"it: {path.parent}."
+                    f"{shown(path)} is a checkpoint, not a folder of checkpoints. Give the folder "
+                    f"around it: {shown(path.parent)}."
                 )
             path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -102,8 +102,8 @@ class Place:
             there = os.pread(lock, 500, 0)
             if there and not _HOLDER.fullmatch(there):
                 raise SaveFailed(
-                    f"{self._path / _LOCK} is a file of something else than lockstep. Save to "
-                    "another folder, or rename that file."
+                    f"{shown(self._path / _LOCK)} is a file of something else than lockstep. Save "
+                    "to another folder, or rename that file."
                 )
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(lock, 0)
@@ -112,7 +112,7 @@ class Place:
             holder = printable(there.decode(errors="replace"))
             os.close(lock)
             raise SaveFailed(
-                f"Another run is saving to {self._path}: {holder} holds {self._path / _LOCK}. Give "
+                f"Another run is saving to {shown(self._path)}: {holder} holds its {_LOCK}. Give "
                 "each run a folder of its own."
             ) from None
         except BaseException:

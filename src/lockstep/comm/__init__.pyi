@@ -60,6 +60,7 @@ from .join_state import mean_divisor as mean_divisor
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_announced as sum_announced
 from .network import bind_gloo as bind_gloo
+from .network import first_here as first_here
 from .network import is_within_reach as is_within_reach
 from .network import tell_apart as tell_apart
 from .network import this_kernel as this_kernel

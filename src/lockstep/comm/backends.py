@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from lockstep.comm.failures import STORE_SECONDS, answered, silent_store
+from lockstep.comm.network import ranks_by_host
 
 if TYPE_CHECKING:
     from lockstep.torch_private import _DistributedBackendOptions
@@ -42,7 +43,7 @@ def _unused_store(options: _DistributedBackendOptions) -> dist.Store:
 
 def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
-    from lockstep.comm.hosts import HostsCollectives, HostsTransport, ranks_by_host
+    from lockstep.comm.hosts import HostsCollectives, HostsTransport
     from lockstep.comm.shm.transport import ShmTransport
 
     rank, size, store = options.group_rank, options.group_size, _unused_store(options)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lockstep.deadline import Deadline
+from lockstep.entries import value_in
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
 
 # The wait for the note of a rank whose connection has ended: the rank may be about to leave it.
@@ -166,8 +167,8 @@ class _Note(NamedTuple):
     @classmethod
     def decode(cls, told: bytes, ranks: range) -> _Note:
         """Return what another rank has told, as far as it can be read."""
-        with suppress(ValueError, TypeError, RecursionError):
-            is_late, gone = json.loads(told)
+        with suppress(ValueError, TypeError):
+            is_late, gone = value_in(told)
             return cls(bool(is_late), [rank for rank in ranks if rank in gone])
         return cls(False, [])
 

@@ -11,7 +11,7 @@ Gloo's. Tensors travel as bytes: Gloo doesn't know all of torch's dtypes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
@@ -25,7 +25,6 @@ from lockstep.comm.arguments import Tensors, flattened
 from lockstep.comm.collectives import Collectives, Reduction, pieces, reduction_for
 from lockstep.comm.failures import STORE_SECONDS, answered, is_of_loader
 from lockstep.comm.messages import HEADER, Message, MessageWork, header_of
-from lockstep.comm.network import this_memory
 from lockstep.comm.shm.barrier import Fault
 from lockstep.comm.shm.transport import ShmTransport
 from lockstep.comm.transport import (
@@ -42,7 +41,6 @@ from lockstep.errors import (
     CollectiveTimeout,
     GroupClosed,
     PeerLost,
-    RendezvousFailed,
 )
 from lockstep.torch_private import AllgatherOptions
 
@@ -459,36 +457,3 @@ class HostsCollectives(Collectives):
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def ranks_by_host(store: dist.Store, rank: int, size: int, timeout: float) -> list[list[int]]:
-    """Return the ranks of each host, both in order; every rank must call it.
-
-    Ranks are of one host here if they can share memory: if they run on one kernel, in one
-    network namespace (containers often don't), and as one user.
-
-    Raises:
-        RendezvousFailed: If a rank doesn't come within ``timeout`` seconds.
-    """
-    keys = [f"host/{other}" for other in range(size)]
-
-    def exchange() -> list[bytes]:
-        store.set(keys[rank], this_memory())
-        store.wait(keys, timedelta(seconds=timeout))
-        return [bytes(store.get(key)) for key in keys]
-
-    try:
-        names = answered(exchange, timeout + STORE_SECONDS)
-    except RuntimeError as error:
-        absent = "some ranks, as the store of the ranks doesn't tell,"
-        with suppress(RuntimeError):
-            there = answered(lambda: [store.check([key]) for key in keys], STORE_SECONDS)
-            absent = f"the ranks {[other for other in range(size) if not there[other]]}"
-        raise RendezvousFailed(
-            f"Rank {rank} waited {timeout:g} s for {absent} to join the group. See whether they "
-            "started, and whether they create the same groups in the same order."
-        ) from error
-    hosts: dict[bytes, list[int]] = {}
-    for other, name in enumerate(names):
-        hosts.setdefault(name, []).append(other)
-    return list(hosts.values())

@@ -26,6 +26,7 @@ from socket import socket
 import torch.distributed as dist
 
 from lockstep.deadline import Deadline
+from lockstep.entries import MOST_WORDS, value_in
 from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Outcome, first_failure
 from lockstep.printable import signal_name
@@ -155,7 +156,7 @@ class Agreement:
         keys = [f"alive/{host}" for host in self._hosts]
         keeper, *signs = self._store.multi_get(["keeper", *keys])
         self._signs = [int(sign) for sign in signs]
-        at_seconds, *ended = json.loads(keeper)
+        at_seconds, *ended = value_in(keeper)
         if self._number:
             self._ended = [int(host) for host in ended]
             # The time was written before it is read, by the length of a round at most: the greatest
@@ -278,7 +279,7 @@ class Agreement:
         told = failure.exit_status, at_seconds, failure.lost_a_peer, failure.rank
         more = failure.reason, failure.is_of_start, failure.lost_host
         message = failure.message or "the launcher of another host was ended."
-        return json.dumps([*told, message, *more])
+        return json.dumps([*told, message[:MOST_WORDS], *more])
 
     def _decoded(self, told: bytes) -> Outcome:
         failure = decoded(told)
@@ -362,7 +363,7 @@ def told_interruption(
     if not store.check(["interrupted"]):
         return None
     try:
-        number, at_seconds, host = json.loads(store.get("interrupted"))
+        number, at_seconds, host = value_in(store.get("interrupted"))
         where = "" if host == number_here else f" at host {host} ({name(host)})"
         return Outcome(
             128 + int(number) % 128,
@@ -400,7 +401,7 @@ def _is_failure(outcome: Outcome) -> bool:
 def decoded(told: bytes) -> Outcome:
     """What a host has told of a failure."""
     try:
-        status, at_seconds, lost_a_peer, rank, message, *more = json.loads(told)
+        status, at_seconds, lost_a_peer, rank, message, *more = value_in(told)
         reason, is_of_start, lost_host = more or ("", False, None)
         return Outcome(
             int(status),

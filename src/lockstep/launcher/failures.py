@@ -243,8 +243,8 @@ def _message(
     headline = f"rank {culprit.rank} of {world_size} failed first: {how(culprit)}."
     if absent:
         headline = (
-            f"{_ranks_in_words(absent)} of {world_size} did not come to where others waited, until "
-            f"the timeout of rank {culprit.rank}, which failed first: {how(culprit)}."
+            f"{_ranks_in_words(absent)} of {world_size} did not come to where others waited, of "
+            f"which rank {culprit.rank} failed first: {how(culprit)}."
         )
     if others:
         ranks = _ranks_in_words([failure.rank for failure in others])

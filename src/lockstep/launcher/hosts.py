@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from lockstep.comm import NoAnswer, answered
 from lockstep.deadline import Deadline
+from lockstep.entries import name_in, text_in
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption
@@ -39,6 +41,7 @@ from lockstep.world import (
     has_ended,
     local_end,
     rank_environment,
+    tell_of_end,
 )
 
 _ANY_PORT = 29500  # torch's own default
@@ -93,6 +96,7 @@ class Host:
         self._ending_signals = *processes.ENDING_SIGNALS, *job.stop_signals
         self._has_come = False  # whether other hosts know of this one
         self._store_file: int | None = None  # of the ranks of one host
+        self._tellers: list[threading.Thread] = []  # of ranks that have ended
         logs = job.num_ranks if job.log_dir is not None else 0
         self._num_descriptors = _NUM_ALWAYS + logs  # that are to be opened after this
         if job.meeting is None:
@@ -210,14 +214,14 @@ class Host:
         return [member.num_ranks for member in told], [member.hostname for member in told]
 
     def _name(self, host: int) -> str:
-        return self._store.get(f"name/{host}").decode(errors="replace")
+        return name_in(self._store.get(f"name/{host}"))
 
     def _is_gone(self, host: int, meeting: Meeting) -> bool:
         """Whether the launcher of another host, which has come, was ended; host 0 knows."""
         if not self._endpoint.is_held:
             return False
         if host not in self._lines:
-            end = self._store.get(f"end/{host}").decode(errors="replace")
+            end = name_in(self._store.get(f"end/{host}"))
             if (line := connection_from(end, meeting.port)) is not None:
                 self._lines[host] = line
         return host in self._lines and has_ended(self._lines[host])
@@ -270,6 +274,11 @@ class Host:
                     raise LaunchError(str(error)) from None
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether the run is on several hosts."""
+        return self._agreement is not None
+
     def decide(self, text: str, *, is_restart: bool, lost: int | None) -> str:
         """Return what host 0 has decided, which gives ``text``; the outcome is settled.
 
@@ -285,7 +294,7 @@ class Host:
         if self._agreement is None:
             return text
         if not self._endpoint.is_held:
-            return self._hear_decision().decode(errors="replace")
+            return text_in(self._hear_decision())
         if is_restart and self.membership is not None:
             self.membership.lose(lost)
             self._root.set("attempt", str(self.attempt + 1))
@@ -357,7 +366,7 @@ class Host:
         number = f"{least} to {meeting.num_hosts}" if meeting.is_elastic else f"{least}"
         run = f"run {meeting.run_id!r} on {number} hosts"
         run += f" with --restarts {self._restarts}" if self._restarts else ""
-        there = bytes(self._store.compare_set("run", "", run)).decode(errors="replace")
+        there = name_in(self._store.compare_set("run", "", run))
         if there != run:
             raise LaunchError(
                 f"This is {run}, but those who meet at {where} are of {there}. Give the "
@@ -372,7 +381,7 @@ class Host:
         # Without numbers, the host that holds the store is host 0.
         free = [*range(0 if self._endpoint.is_held else 1, self._num_hosts)]
         if given is None and self._store.check(["kept"]):
-            kept = self._store.get("kept").decode(errors="replace").split()
+            kept = text_in(self._store.get("kept")).split()
             free = [host for host in free if str(host) not in kept]
         for host in free if given is None else [given]:
             if self._store.add(f"host/{host}", 1) == 1:
@@ -396,7 +405,7 @@ class Host:
             if (ended := told_interruption(self._store, self._number, self._name)) is not None:
                 raise Ended(ended)
             if self._store.check(["given up"]):
-                raise LaunchError(self._store.get("given up").decode(errors="replace"))
+                raise LaunchError(text_in(self._store.get("given up")))
             if gone:
                 raise LaunchError(
                     f"The hosts couldn't meet at {meeting.endpoint}: host {gone[0]} "
@@ -414,13 +423,29 @@ class Host:
             time.sleep(_POLL_SECONDS)
         for host in hosts[1:]:
             self._is_gone(host, meeting)  # its connection is kept
-        return [check_num_ranks(self._store.get(f"size/{host}").decode()) for host in hosts]
+        return [check_num_ranks(name_in(self._store.get(f"size/{host}"))) for host in hosts]
+
+    def tell_of_end(self, rank: int) -> None:
+        """Let ranks that wait for others hear that the process of this one has ended.
+
+        The store may not answer, and a rank that is stopped may have locked its file: so nobody
+        waits here.
+        """
+        where = self._endpoint.store if self._store_file is None else self._store_file
+        teller = threading.Thread(
+            target=_tell_of_end, args=(where, self.attempt, rank), daemon=True
+        )
+        self._tellers.append(teller)
+        teller.start()
 
     def close(self) -> None:
         """Close the store of ranks that have ended."""
         if self.membership is not None:
             self.membership.close()
-        if self._store_file is not None:
+        for teller in self._tellers:
+            teller.join(_HEAR_SECONDS)
+        # As a store is freed, it opens its file once more.
+        if self._store_file is not None and not any(each.is_alive() for each in self._tellers):
             os.close(self._store_file)
         if self._agreement is not None:
             self._agreement.close()
@@ -438,6 +463,11 @@ class Host:
     def settle(self, outcome: Outcome, signals: Callable[[], Sequence[int]]) -> Outcome:
         """The outcome of the run, from that of this host's ranks: see :meth:`Agreement.settle`."""
         return outcome if self._agreement is None else self._agreement.settle(outcome, signals)
+
+
+def _tell_of_end(where: dist.Store | int, attempt: int, rank: int) -> None:
+    with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or full
+        tell_of_end(where, attempt, rank)
 
 
 def _free_port() -> tuple[str, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
-from lockstep.printable import signal_name
+from lockstep.printable import shown, signal_name
 from lockstep.world import num_visible_gpus
 
 # Between SIGTERM to a rank and SIGKILL: if the launcher is ended, so that a checkpoint can be
@@ -391,8 +391,8 @@ def whole_number(
     return number
 
 
-def _check_script(name: str) -> None:
-    path = Path(name)
+def _check_script(script: str) -> None:
+    path, name = Path(script), shown(script)
     if path.is_dir():
         if (path / "__main__.py").is_file():
             return
@@ -413,10 +413,10 @@ def _check_script(name: str) -> None:
     except OSError as error:
         raise BadLaunch(
             f"The script {name} can't be read: {error.strerror}. "
-            f"The current directory is {Path.cwd()}."
+            f"The current directory is {shown(Path.cwd())}."
         ) from error
     try:
-        compile(source, name, "exec", dont_inherit=True)
+        compile(source, script, "exec", dont_inherit=True)
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""
         line = f"\n    {error.text.strip()}\n" if error.text else " "

@@ -16,6 +16,7 @@ from lockstep.folders import open_to_write
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
 from lockstep.launcher.writer import StreamWriter
+from lockstep.printable import shown
 from lockstep.status import now
 
 # Longer lines are cut, since a line that never ends must not fill the memory.
@@ -303,8 +304,8 @@ def open_log_files(directory: str | None, ranks: range, restarts: int = 0) -> di
             os.ftruncate(file, 0)
         return files
     except OSError as error:
-        where = f"{error.filename}: " if error.filename not in (None, directory) else ""
+        where = f"{shown(error.filename)}: " if error.filename not in (None, directory) else ""
         raise BadLaunch(
-            f"The logs can't be kept in {directory}: {where}{error.strerror}. Give --log-dir a "
-            "directory that exists, or can be created, and can be written to."
+            f"The logs can't be kept in {shown(directory)}: {where}{error.strerror}. Give "
+            "--log-dir a directory that exists, or can be created, and can be written to."
         ) from error

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import InspectLoader
 from types import ModuleType
 
-from lockstep.errors import BadLaunch, LaunchError
+from lockstep.errors import BadLaunch, LaunchError, LockstepError
 from lockstep.launcher.failures import Failure, failure_by, program_frames
 from lockstep.launcher.job import Job, Program, name_of
 from lockstep.launcher.processes import PASSED_SIGNALS, end_with_parent
@@ -193,11 +193,19 @@ def _run(
                 f"write 'with lockstep.{error.name}(model):'. Those of torch's wrapper are in "
                 "lockstep.DistributedDataParallel(model)."
             )
+        if reason := _reason_of_full_store(error):
+            error.add_note(reason)
         failure = failure_by(error, rank, of_function=is_call, has_met=_has_met())
         sys.last_value = error  # as Python has it while it runs exit handlers
         sys.excepthook(type(error), error, error.__traceback__)
         return failure, None
     return None, None
+
+
+def _reason_of_full_store(error: BaseException) -> str:
+    from lockstep.world import reason_of_full_store
+
+    return "" if isinstance(error, LockstepError) else reason_of_full_store(error)
 
 
 def _has_met() -> bool:

@@ -8,6 +8,8 @@ from collections import Counter
 from enum import Enum
 from typing import NamedTuple
 
+from lockstep.entries import MOST_WORDS, value_in
+
 # Numbers in an error's message, such as addresses, may differ where the cause is the same.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -41,7 +43,7 @@ class Decision(NamedTuple):
 
     def encoded(self) -> str:
         """The text for :meth:`of`."""
-        return json.dumps([self.verdict.name, self.words])
+        return json.dumps([self.verdict.name, self.words[:MOST_WORDS]])
 
     @classmethod
     def of(cls, text: str) -> Decision:
@@ -51,9 +53,9 @@ class Decision(NamedTuple):
             ValueError: If it is none.
         """
         try:
-            name, words = json.loads(text)
+            name, words = value_in(text)
             return cls(Verdict[name], str(words))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"what it told can't be read: {text!r:.99}") from error
 
 

@@ -309,7 +309,16 @@ class Watch:
             for pid in {*processes.children()} - {rank.pid for rank in self._ranks} - self._spare:
                 processes.reap(pid, wait=False)
         for rank in self._ranks:
+            was_running = rank.is_running
             rank.note_exit()
+            if was_running and not rank.is_running and rank.failure is None:
+                self._tell_of_end(rank)
+
+    def _tell_of_end(self, rank: RankProcess) -> None:
+        """Ranks may wait for one to come to init(), for as long as they have."""
+        others_run = self._host.is_one_of_several or self.are_running()
+        if self._escalation is None and others_run:
+            self._host.tell_of_end(rank.rank)
 
     def _note_stops(self) -> None:
         for rank in self._ranks:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +18,18 @@ from rich.text import Text
 from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
-from lockstep.memory_files import name_of
+from lockstep.memory_files import files_in_memory, open_in_memory
 from lockstep.printable import printable
 from lockstep.status import (
+    MEMORY_NAME,
+    PAGE_BYTES,
     STACKS_NAME,
     STACKS_SIGNAL,
+    VERSION,
     RankState,
     RunStatus,
     in_time,
     now,
-    running,
     stat_fields,
 )
 from lockstep.tables import FittedTable
@@ -34,13 +38,56 @@ _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
 # A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
+# Of a run's pages, more than those of all ranks that a launcher starts.
+_MOST_RUN_BYTES = 64 << 20
 _COLUMNS = ("rank", "process", "steps", "state", "at")
-_MOST_DUMP_BYTES = 8 << 20  # of 100 frames of 100 threads, the most that Python dumps
+# The main thread's stack, which is the last, has no more frames, and is no longer.
+_MOST_FRAMES, _MOST_DUMP_BYTES = 100, 1 << 20
 # A number of more digits is none of faulthandler's, and of thousands none of Python's.
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 # The function of the launcher that calls the program.
 _STARTERS = ("_run_script", "_run_module", "_call")
+
+
+class ShownRun(RunStatus):
+    """The pages of another process's run, which may be another user's where root looks.
+
+    They are copies: who cuts a file off ends the processes that read it in a map.
+
+    Args:
+        path: Of the open file that has them.
+
+    Raises:
+        OSError: If it isn't of a run, or the process has ended.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = -1
+        self._descriptor = open_in_memory(path, MEMORY_NAME)
+        size = os.fstat(self._descriptor).st_size
+        if not PAGE_BYTES <= size <= _MOST_RUN_BYTES:
+            raise OSError(errno.EFBIG, "It is no run's", path)
+        super().__init__(bytearray(size))
+        self.refresh()
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def refresh(self) -> None:
+        """See what the ranks do now."""
+        os.preadv(self._descriptor, [self._memory], 0)
+
+
+def running() -> Iterator[ShownRun]:
+    """Yield the runs of this user on this host, of all users for root."""
+    for pid, path in [*files_in_memory(MEMORY_NAME)]:  # which are opened after that
+        with suppress(OSError):  # the process has just ended
+            found = ShownRun(path)
+            # Ranks have the same memory open.
+            if found.facts.get("version") == VERSION and found.facts["pid"] == pid:
+                yield found
 
 
 class Frame(NamedTuple):
@@ -94,7 +141,7 @@ def status(pid: str | None = None, stacks: bool = False) -> None:
         _print(console, run, stacks=stacks)
 
 
-def _print(console: Console, run: RunStatus, *, stacks: bool) -> None:
+def _print(console: Console, run: ShownRun, *, stacks: bool) -> None:
     facts = run.facts
     ranks, time_now = _observe(run), now()
     console.print(
@@ -102,7 +149,8 @@ def _print(console: Console, run: RunStatus, *, stacks: bool) -> None:
             f"{facts['program']}: process {facts['pid']}, for "
             f"{in_time((time_now - facts['at']) / 1e9)}",
             style="bold",
-        )
+        ),
+        soft_wrap=not console.is_terminal,
     )
     rows = [_row(rank, time_now) for rank in ranks]
     console.print(FittedTable(_COLUMNS, rows, texts=(0, 3, 4), has_rule=False))
@@ -123,10 +171,11 @@ def _row(rank: Observed, time_now: int) -> list[str]:
     return [str(state.rank), str(state.pid), f"{state.num_steps:,}", words, place]
 
 
-def _observe(run: RunStatus) -> list[Observed]:
-    before = [rank.read() for rank in run.ranks]
+def _observe(run: ShownRun) -> list[Observed]:
+    before = [rank.read(with_values=False) for rank in run.ranks]
     time.sleep(_OBSERVED_SECONDS)
-    after = [rank.read() for rank in run.ranks]
+    run.refresh()
+    after = [rank.read(with_values=False) for rank in run.ranks]
     found = []
     for old, new in zip(before, after, strict=True):
         if new.rank < 0:  # fewer go on
@@ -154,9 +203,7 @@ def _dump(rank: RankState) -> str:
             return ""
         path = f"/proc/{rank.pid}/fd/{rank.stacks}"
         # The numbers are what the rank wrote, and its other files are its own.
-        if name_of(path) != STACKS_NAME:
-            return ""
-        with open(path, "r+b", buffering=0) as file:
+        with open(open_in_memory(path, STACKS_NAME, os.O_RDWR), "r+b", buffering=0) as file:
             file.truncate(0)
             os.kill(rank.pid, STACKS_SIGNAL)
             size, deadline = 0, Deadline(_DUMP_SECONDS)
@@ -165,7 +212,7 @@ def _dump(rank: RankState) -> str:
                 if size and size == os.fstat(file.fileno()).st_size:
                     break
                 size = os.fstat(file.fileno()).st_size
-            file.seek(0)
+            file.seek(max(0, size - _MOST_DUMP_BYTES))
             return file.read(_MOST_DUMP_BYTES).decode(errors="replace")
     except OSError:  # it has ended
         return ""
@@ -176,7 +223,7 @@ def _main_stack(dump: str) -> list[Frame]:
     start = max((found.start() for found in _THREAD.finditer(dump)), default=0)
     frames = [
         Frame(found["file"], int(found["line"]), found["function"])
-        for found in _FRAME.finditer(dump, start)
+        for found in itertools.islice(_FRAME.finditer(dump, start), _MOST_FRAMES)
     ]
     return [*itertools.takewhile(lambda frame: frame.function not in _STARTERS, frames)]
 

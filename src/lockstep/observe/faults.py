@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep.errors import TraceError
 from lockstep.folders import open_to_write
+from lockstep.printable import printable
 
 _log = logging.getLogger("lockstep")
 _CHUNK_BYTES = select.PIPE_BUF  # for which a pipe that polls as writable has room
@@ -26,7 +27,7 @@ def give_up(what: str, error: BaseException, lost: str) -> None:
     """Tell that ``what`` has failed, and what is ``lost`` by that. It can't fail itself."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     with suppress(Exception):  # whatever handlers the program has given to logging
-        _log.warning("%s: %s. %s Training goes on.", what, reason, lost)
+        _log.warning("%s: %s. %s Training goes on.", printable(what), reason, lost)
 
 
 def make_folder(path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, supervise
+from lockstep.printable import shown
 
 _BASELINE_STEPS = 30
 
@@ -81,7 +82,9 @@ def traced(job: Job, folder: str | None, steps: str | None, baseline: bool = Fal
         for old in itertools.chain(path.glob("rank-*.spans"), path.glob("rank-*.json")):
             old.unlink()
     except OSError as error:
-        raise BadLaunch(f"--trace {folder} can't be written to: {error.strerror}.") from error
+        raise BadLaunch(
+            f"--trace {shown(folder)} can't be written to: {error.strerror}."
+        ) from error
     if baseline:
         _take_steps_alone(job, path / "baseline")
     return job._replace(around=partial(_recording, path, window))

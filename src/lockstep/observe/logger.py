@@ -32,7 +32,8 @@ from lockstep.world import this_rank
 Values = Mapping[str, float]
 Sink = Callable[[int, Values], object]
 _SECONDS_BETWEEN_LINES = 10.0
-_MOST_IN_A_ROW = 1 << 20  # characters; a longer row would be taken for several
+# Of a row that is continued, characters and columns: as a list it takes more than in the file.
+_MOST_IN_A_ROW, _MOST_COLUMNS = 1 << 20, 1 << 14
 _LOST = "What is logged from now on isn't written there."
 
 
@@ -186,13 +187,16 @@ class _Csv:
     def _rows(self) -> Iterator[list[str]]:
         """Yield the rows of the file, the heading first."""
         self._file.seek(0)
-        lines = iter(partial(self._file.readline, _MOST_IN_A_ROW), "")
+        lines = _LinesOfRows(self._file)
         try:
-            yield from csv.reader(lines)
-        except (csv.Error, UnicodeError) as error:
+            for row in csv.reader(lines):
+                lines.begin_row()
+                yield row
+        except (csv.Error, UnicodeError, ValueError) as error:
             raise OSError(errno.EINVAL, f"what it has can't be continued ({error})") from error
 
     def _add(self, columns: list[str]) -> None:
+        before = len(self._columns)
         self._columns += columns
         temporary = self.path.with_suffix(".csv.tmp")
         try:
@@ -200,7 +204,10 @@ class _Csv:
                 writer = csv.writer(file)
                 writer.writerow(self._columns)
                 rows = itertools.islice(self._rows(), 1, None)
-                writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+                # A row that had lacked columns lacks them still, or a wide heading fills the disk.
+                writer.writerows(
+                    [*row, *[""] * len(columns)] if len(row) == before else row for row in rows
+                )
             os.replace(temporary, self.path)
         except OSError:  # what there was is kept
             with suppress(OSError):
@@ -208,6 +215,31 @@ class _Csv:
             raise
         self._file.close()
         self._file = _opened(self.path, "a+")
+
+
+class _LinesOfRows:
+    """The lines of a file; a row may have several, and takes a bounded memory."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self.begin_row()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(self._num_left + 1)
+        self._num_left -= len(line)
+        self._num_columns += line.count(",")
+        if self._num_left < 0 or self._num_columns >= _MOST_COLUMNS:
+            raise ValueError("a row is longer than those of logs")
+        if not line:
+            raise StopIteration
+        return line
+
+    def begin_row(self) -> None:
+        """Let the next line be the first of a row."""
+        self._num_left, self._num_columns = _MOST_IN_A_ROW, 0
 
 
 class _TensorBoard:

@@ -113,7 +113,9 @@ def report(
             console.print(FittedTable(section.columns, section.rows, section.title, section.texts))
             console.print(section.note + "\n")
     if unwritten is not None:
-        raise TraceError(f"{folder} can't be written to: {unwritten.strerror}.") from unwritten
+        raise TraceError(
+            f"{printable(folder)} can't be written to: {unwritten.strerror}."
+        ) from unwritten
     if not text:
         console.print(f"The same as a page, with a timeline: {printable(str(path))}/report.html")
     console.print(f"All spans: {printable(str(path))}/trace.json, for https://ui.perfetto.dev")

@@ -32,6 +32,8 @@ from .network import local_end as local_end
 from .network import reached as reached
 from .network import resolved as resolved
 from .rendezvous import first_line as first_line
+from .rendezvous import reason_of_full_store as reason_of_full_store
+from .rendezvous import tell_of_end as tell_of_end
 from .rendezvous import use_store_of_run as use_store_of_run
 from .seeds import begin_local_noise as begin_local_noise
 from .seeds import is_thread as is_thread

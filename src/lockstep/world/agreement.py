@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import BackendUnavailable
+from lockstep.entries import value_in
+from lockstep.errors import BackendUnavailable, RendezvousFailed
 from lockstep.world.devices import carried_device, choose_backend, one_kind, usable_device
 from lockstep.world.environment import Placement
 from lockstep.world.nccl import check_nccl_interfaces
@@ -52,7 +53,7 @@ def agreed_device(
             of_nccl = str(error)  # it doesn't matter if the ranks take the CPU
     note = json.dumps([device.type, wanted.device is None, trouble, of_nccl])
     notes = roll_call(dist.PrefixStore("devices", store), place, wanted.timeout, note)
-    kinds, chosen, *troubles = zip(*map(json.loads, notes), strict=True)
+    kinds, chosen, *troubles = zip(*map(_read, notes), strict=True)
     _raise_first(troubles[0])
     if wanted.backend is None and one_kind(kinds, chosen) is None:
         if place.rank == 0:
@@ -62,6 +63,18 @@ def agreed_device(
         return torch.device("cpu")
     _raise_first(troubles[1])
     return device
+
+
+def _read(note: str) -> tuple[str, bool, str, str]:
+    try:
+        kind, is_chosen, *troubles = value_in(note)
+        trouble, of_nccl = map(str, troubles)
+        return str(kind), bool(is_chosen), trouble, of_nccl
+    except (ValueError, TypeError) as error:
+        raise RendezvousFailed(
+            "What the ranks tell each other of their devices can't be read: something else than "
+            "they writes to their store."
+        ) from error
 
 
 def _raise_first(troubles: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm import STORE_SECONDS, answered, context_of, uncompiled
 from lockstep.deadline import Deadline
+from lockstep.entries import has_room_for, value_in
 from lockstep.torch_private import _get_default_store
 from lockstep.world.devices import is_capturing
 from lockstep.world.facts import (
@@ -184,8 +185,10 @@ def look_at_the_end() -> None:
 def _leave(watched: _Watched, ranks: Sequence[int], facts: dict[str, Any]) -> None:
     watched.steps = [*watched.steps[-1:], watched.num_steps]
     facts["step"] = watched.num_steps
-    key = _key(watched, ranks, watched.num_looks, dist.get_rank())
-    answered(partial(_get_default_store().set, key, json.dumps(facts)), STORE_SECONDS)
+    key, told = _key(watched, ranks, watched.num_looks, dist.get_rank()), json.dumps(facts)
+    if not has_room_for(told.encode()):
+        raise ValueError("there are more options of the optimizer than can be compared")
+    answered(partial(_get_default_store().set, key, told), STORE_SECONDS)
     watched.num_looks += 1
 
 
@@ -208,7 +211,7 @@ def _facts_of_ranks(
         if wait is not None:
             with contextlib.suppress(RuntimeError):
                 store.wait(keys, timedelta(seconds=wait))
-        return [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
+        return [value_in(store.get(key)) for key in keys] if store.check(keys) else []
 
     found = answered(find, STORE_SECONDS)
     return found if all(facts["step"] == step for facts in found) else []

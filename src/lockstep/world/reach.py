@@ -7,25 +7,31 @@ routed beside IPv6 that is, and bridges of containers have the same address on a
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from lockstep.comm import is_within_reach, tell_apart, this_kernel, this_network, within_reach
+from lockstep.comm import first_here, tell_apart, this_kernel, this_network, within_reach
+from lockstep.entries import value_in
 from lockstep.errors import InitError, RendezvousFailed
+from lockstep.printable import printable
 from lockstep.world.environment import Placement
 from lockstep.world.network import address_towards, addresses, answering, is_ipv6, is_local
 from lockstep.world.rendezvous import roll_call
 
 _TRY_SECONDS = 5.0  # a packet that is lost is sent again after 1 second, and after 3
 _MOST_TOLD = 4
+_MOST_ADDRESSES = 256  # of a host; each takes a descriptor for a while
 _SAME = "its own address too"
 
+_Note = TypeVar("_Note")
 # Of a host, for each of its network interfaces: addresses with ports where it listens.
 _Offers: TypeAlias = Sequence[Sequence[tuple[str, int]]]
 
@@ -44,15 +50,13 @@ def hosts_of_ranks(store: dist.Store, place: Placement, timeout: timedelta) -> S
         note = f"{name} {socket.gethostname()} {this_kernel('net')}"
         notes = roll_call(dist.PrefixStore("host", store), place, timeout, note)
         names, _, hosts = zip(*(note.partition(" ") for note in notes), strict=True)
-        first = next(
-            rank
-            for rank, host in enumerate(hosts)
-            if host == hosts[place.rank]
-            and (rank == place.rank or place.on_one_host or is_within_reach(names[rank]))
-        )
+        first = hosts.index(hosts[place.rank])
+        if not place.on_one_host:
+            first = first_here(names, hosts, place.rank)
+        found = names[first] or hosts[first]
         # A name is of use as long as its rank is here: until all have seen whom they reach.
-        tell_apart(names[first])
-        return roll_call(dist.PrefixStore("its host", store), place, timeout, names[first])
+        tell_apart(found)
+        return roll_call(dist.PrefixStore("its host", store), place, timeout, found)
 
 
 class HostsOfRun:
@@ -65,7 +69,7 @@ class HostsOfRun:
     def __init__(self, store: dist.Store, place: Placement, timeout: timedelta) -> None:
         self._store, self._place, self._timeout = store, place, timeout
         towards = None if place.master is None else address_towards(*place.master)
-        notes = self._tell("networks", [this_network(), towards])
+        notes = self._tell("networks", [this_network(), towards], _read_network)
         networks = [network for network, _ in notes]
         self._leaders = [networks.index(network) for network in dict.fromkeys(networks)]
         self._leader = networks.index(this_network())
@@ -76,13 +80,13 @@ class HostsOfRun:
             towards = address_towards(others[0], 9) if others else None
         self._towards_others = towards
 
-    def _tell(self, subject: str, note: object) -> list[Any]:
-        """Tell ``note``, and return those of all ranks."""
+    def _tell(self, subject: str, note: object, read: Callable[[Any], _Note]) -> list[_Note]:
+        """Tell ``note``, and return those of all ranks, as ``read`` returns them."""
         store = dist.PrefixStore(f"hosts/{subject}", self._store)
         notes = roll_call(store, self._place, self._timeout, json.dumps(note))
         try:
-            return [json.loads(note) for note in notes]
-        except ValueError as error:
+            return [read(value_in(note)) for note in notes]
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise RendezvousFailed(
                 f"What the ranks tell each other of their {subject} can't be read: something else "
                 "than they writes to their store."
@@ -103,7 +107,8 @@ class HostsOfRun:
             is_leader = self._place.rank == self._leader
             listeners = [list(_listen(each, stack)) for each in found] if is_leader else []
             listening = [[each.getsockname()[:2] for each in those] for those in listeners]
-            notes = self._tell("addresses", [socket.gethostname(), listening, [*addresses()]])
+            offer = socket.gethostname(), listening, [*addresses()]
+            notes = self._tell("addresses", offer, _read_offer)
             names = [notes[leader][0] for leader in self._leaders]
             offers: list[_Offers] = [notes[leader][1] for leader in self._leaders]
             if len(set(map(len, offers))) > 1:
@@ -115,12 +120,14 @@ class HostsOfRun:
             is_more = any(len(each) > 1 for theirs in offers for each in theirs)
             for most in (1, None) if is_more else (1,):
                 first = [[each[:most] for each in theirs] for theirs in offers]
-                told = self._tell(f"ways/{most}", _tried(first, seconds) if is_leader else [])
+                tried = _tried(first, seconds) if is_leader else [{} for _ in offers]
+                told = self._tell(f"ways/{most}", tried, partial(_read_ways, len(offers)))
                 ways = [told[leader] for leader in self._leaders]
                 if chosen := _choice(offers, ways):
                     return chosen[self._leaders.index(self._leader)]
             known = {address for note in notes for address in note[2]}
-            came = {each for told in self._tell("sources", _sources(listeners)) for each in told}
+            sources = self._tell("sources", _sources(listeners), _read_texts)
+            came = {each for told in sources for each in told}
         raise RendezvousFailed(
             f"The hosts don't reach each other: {_missing(names, offers, ways)}. Gloo and NCCL "
             "connect them both ways, at their own addresses and ports that the kernel chooses. "
@@ -142,6 +149,34 @@ class HostsOfRun:
         if first is not None and (interface is None or first in found):
             found.insert(0, first)
         return [address for address in dict.fromkeys(found) if not is_local(address)]
+
+
+def _read_texts(note: Any) -> list[str]:
+    return [printable(str(each)) for each in note]
+
+
+def _read_network(note: Any) -> tuple[str, str | None]:
+    network, towards = note
+    return str(network), None if towards is None else _numeric(towards)
+
+
+def _read_offer(note: Any) -> tuple[str, _Offers, list[str]]:
+    name, listening, known = note
+    offers = [[(_numeric(address), int(port) % 65536) for address, port in e] for e in listening]
+    if sum(map(len, offers)) > _MOST_ADDRESSES:
+        raise ValueError("no host has so many addresses")
+    return printable(str(name)), offers, _read_texts(known)
+
+
+def _read_ways(num_hosts: int, note: Any) -> list[dict[str, str]]:
+    if len(note) != num_hosts:
+        raise ValueError("there are other numbers of hosts")
+    return [{str(name): printable(str(why)) for name, why in each.items()} for each in note]
+
+
+def _numeric(address: Any) -> str:
+    """Return an address; raise ValueError if it is a name, which would be looked up."""
+    return str(ipaddress.ip_address(str(address).partition("%")[0]))
 
 
 def _listen(found: Sequence[str], stack: ExitStack) -> Iterator[socket.socket]:

@@ -16,7 +16,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from lockstep.comm import STORE_SECONDS, answered, this_kernel
 from lockstep.deadline import Deadline
+from lockstep.entries import name_in, text_in
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.memory_files import files_in_memory, memory_file, name_of
 from lockstep.status import stat_fields
@@ -110,7 +111,7 @@ def claim(store: dist.Store, place: Placement, timeout: timedelta) -> None:
     key, this_process = _claim_of(place.rank), _claimant(_process(os.getpid()))
 
     def claimed() -> str:
-        other = store.compare_set(key, "", this_process).decode()
+        other = name_in(store.compare_set(key, "", this_process))
         if not (is_another := _is_another(other, place)):
             # In place of a process that has ended: the run was restarted.
             store.set(key, this_process)
@@ -186,19 +187,35 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
     """Wait until every rank has called this and return their notes, in the order of ranks.
 
     Raises:
-        RendezvousFailed: Naming the ranks that have not come within ``timeout``.
+        RendezvousFailed: Naming the ranks that have not come within ``timeout``, or have ended.
     """
     keys = [f"present/{rank}" for rank in range(place.world_size)]
     seconds = timeout.total_seconds()
-    deadline = Deadline(seconds)
+    deadline, left, ended = Deadline(seconds), [*range(place.world_size)], list[int]()
+
+    def is_over() -> bool:
+        while left and store.check([keys[left[-1]]]):
+            left.pop()
+        if left:  # those that came and have ended since are no hindrance
+            gone = ended_ranks(store, place)
+            ended[:] = [rank for rank in gone if not store.check([keys[rank]])]
+        return not left or bool(ended)
 
     def call() -> list[str | None]:
         store.set(keys[place.rank], note)
-        for key in keys:
-            deadline.until(partial(store.check, [key]), _RETRY_SECONDS)
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+        deadline.until(is_over, _RETRY_SECONDS)
+        notes = [text_in(store.get(key)) if store.check([key]) else None for key in keys]
+        notes[place.rank] = note  # whatever somebody else has written there since
+        return notes
 
     notes = ask(place, call, timeout)
+    if ended:
+        who = f"rank {', '.join(map(str, ended))}"
+        raise RendezvousFailed(
+            f"rank {place.rank} waited for {place.world_size} ranks, but the process of {who} has "
+            "ended without having come. Look at what it wrote: did its program leave early?",
+            ended,
+        )
     absent = [rank for rank, note in enumerate(notes) if note is None]
     if not absent:
         return [note for note in notes if note is not None]
@@ -208,6 +225,38 @@ def roll_call(store: dist.Store, place: Placement, timeout: timedelta, note: str
         "start slowly, give init() a longer timeout.",
         absent,
     )
+
+
+def tell_of_end(where: dist.Store | int, attempt: int, rank: int) -> None:
+    """Tell the ranks of a run that the process of one has ended, in the store where they meet.
+
+    Args:
+        where: The store, or the descriptor of its file, which is left open.
+        attempt: How often the run was started again.
+        rank: Whose process it was.
+
+    Raises:
+        RuntimeError: If the store is gone.
+    """
+    if isinstance(where, int) and not _is_room_in([where]):
+        return  # see drop_full_stores
+    store = _file_store(where, timedelta(minutes=1)) if isinstance(where, int) else where
+    store.set(_end_of(attempt, str(rank)), "")
+    store.set(_end_of(attempt, "any"), "")
+
+
+def ended_ranks(store: dist.Store, place: Placement) -> list[int]:
+    """The ranks whose processes have ended, as far as their launchers tell of it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not store.check([_end_of(place.attempt, "any")]):
+        return []
+    ranks = range(place.world_size)
+    return [rank for rank in ranks if store.check([_end_of(place.attempt, str(rank))])]
+
+
+def _end_of(attempt: int, rank: str) -> str:
+    return f"lockstep/ended/{attempt}/{rank}"
 
 
 def _open_store(place: Placement, host: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -329,29 +378,51 @@ def drop_full_stores(error: Exception | None = None) -> None:
     """Have no store read its file any more if that is as large as files may be.
 
     The last entry may be there in part. Torch's store waits for the rest for ever, in each request
-    and when it is dropped: the processor is busy, and no other rank gets the file.
+    and when it is dropped: the processor is busy, and no other rank gets the file. Shown by
+    test_a_full_store_is_dropped.
 
     Raises:
         RendezvousFailed: From ``error``, if there is one, and such a file.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for descriptor in _open_files.values():
-        if limit == resource.RLIM_INFINITY or os.fstat(descriptor).st_size < limit:
-            continue
+    why = "" if error is None else reason_of_full_store(error)
+    for descriptor in _full_files():
         with open(os.devnull, "r+b", buffering=0) as nothing:
             os.dup2(nothing.fileno(), descriptor, inheritable=False)
-        if error is not None:
-            raise RendezvousFailed(
-                f"The store where the ranks meet is full: {first_line(error)}. It is a file in "
-                f"memory, and this process may have files of {limit} bytes. Raise that limit "
-                "(ulimit -f)."
-            ) from error
+    if why:
+        raise RendezvousFailed(why) from error
+
+
+def reason_of_full_store(error: BaseException) -> str:
+    """Return why ``error`` came, if a store is as large as files may be, which torch doesn't name.
+
+    Else return "".
+    """
+    if not _full_files() or not isinstance(error, Exception):
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return (
+        f"The store where the ranks meet is full: {first_line(error)}. It is a file in memory, and "
+        f"this process may have files of {limit} bytes. Raise that limit (ulimit -f)."
+    )
+
+
+def _full_files() -> list[int]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return [
+        descriptor
+        for descriptor in _open_files.values()
+        if limit != resource.RLIM_INFINITY and os.fstat(descriptor).st_size >= limit
+    ]
 
 
 def is_room_in_stores() -> bool:
     """Whether files of stores are smaller than half of what they may have."""
+    return _is_room_in(_open_files.values())
+
+
+def _is_room_in(descriptors: Iterable[int]) -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sizes = [os.fstat(descriptor).st_size for descriptor in _open_files.values()]
+    sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
     return limit == resource.RLIM_INFINITY or 2 * max(sizes, default=0) < limit
 
 

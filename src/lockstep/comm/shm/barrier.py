@@ -29,6 +29,7 @@ from lockstep.comm.transport import (
     encoded,
 )
 from lockstep.deadline import LOOK_SECONDS, Deadline
+from lockstep.entries import value_in
 from lockstep.errors import CollectiveFailed, LockstepError, PeerLost
 
 # A rank polls this often before it sleeps. Being woken costs 35 us, a poll 0.5 us and one that
@@ -70,9 +71,9 @@ class Fault(NamedTuple):
     def decode(cls, encoded: bytes | bytearray) -> Fault:
         """Return the fault that :meth:`encode` has made ``encoded`` of."""
         try:
-            kind, text, ranks = json.loads(encoded)
+            kind, text, ranks = value_in(encoded)
             return cls(str(kind), str(text), [*map(int, ranks)])
-        except (ValueError, TypeError, OverflowError, RecursionError):
+        except (ValueError, TypeError, OverflowError):
             return cls("left", "A rank told of a fault, in words that can't be read.", ())
 
     def encode(self) -> bytes:

@@ -28,6 +28,7 @@ from lockstep.comm.failures import STORE_SECONDS, NoAnswer, answered, named, sil
 from lockstep.comm.shm.barrier import wait_for
 from lockstep.comm.shm.memory import Segment, map_memory, receive_message, send_message, shut_down
 from lockstep.deadline import Deadline
+from lockstep.entries import name_in
 from lockstep.errors import RendezvousFailed
 
 _SECRET_BYTES = 32
@@ -128,7 +129,7 @@ class _Handshake:
             self._check_others()
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_SECONDS)
-        return bytes(self._ask("get", key)).decode()
+        return name_in(self._ask("get", key))
 
     def _ask(self, request: str, *arguments: object) -> Any:
         """Make a request to the store, which may be stopped, or behind a network that is cut."""
@@ -137,7 +138,7 @@ class _Handshake:
 
     def _check_others(self) -> None:
         if self._ask("check", [_GIVEN_UP]):
-            reason = bytes(self._ask("get", _GIVEN_UP)).decode()
+            reason = name_in(self._ask("get", _GIVEN_UP))
             raise RendezvousFailed(f"No rank can join: {reason}")
         if not self._deadline.left():
             raise TimeoutError("they didn't come")
@@ -250,7 +251,9 @@ def connect(
             answered(partial(store.compare_set, _GIVEN_UP, "", reason), STORE_SECONDS)
         for peer in peers.values():
             peer.close()
-        if isinstance(error, RendezvousFailed) or not isinstance(error, OSError | RuntimeError):
+        if isinstance(error, RendezvousFailed) or not isinstance(
+            error, OSError | RuntimeError | ValueError
+        ):
             raise
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise RendezvousFailed(
