@@ -182,7 +182,16 @@ parts = lockstep.scatter(x, ["cpu", "cpu"])
 wandb = types.SimpleNamespace(log=lambda values, step: None)
 """
 # These act on a model that is parallel already; the others make it so, or don't need it.
-OF_PARALLEL_MODELS = {"accumulate", "join", "mean", "no_sync", "shards", "steps"}
+OF_PARALLEL_MODELS = {
+    "Blame",
+    "accumulate",
+    "guard",
+    "join",
+    "mean",
+    "no_sync",
+    "shards",
+    "steps",
+}
 
 
 def _example(thing: object) -> str:

@@ -30,6 +30,7 @@ PUBLIC_MODULES = [
 
 # Whoever adds a public name adds it here, and so means it.
 PUBLIC_NAMES = {
+    "Blame",
     "DataLoader",
     "DataParallel",
     "DataPartitioner",
@@ -49,6 +50,7 @@ PUBLIC_NAMES = {
     "errors",
     "explain",
     "gather",
+    "guard",
     "init",
     "join",
     "launch",

@@ -8,6 +8,8 @@ from .data import DistributedSampler as DistributedSampler
 from .data import Partition as Partition
 from .data import partition as partition
 from .errors import LockstepError as LockstepError
+from .guarding import Blame as Blame
+from .guarding import guard as guard
 from .launcher import launch as launch
 from .metrics import reduce as reduce
 from .nn import DataParallel as DataParallel

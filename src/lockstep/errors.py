@@ -19,6 +19,7 @@
     │   ├── CollectiveTimeout        one of them didn't come in time
     │   ├── CollectiveMismatch       they called different operations
     │   └── GroupClosed              the process group was destroyed, or is another process's
+    ├── StepSkipped                a guarded step was not applied
     ├── CheckpointError            a checkpoint was not saved, or not loaded
     │   ├── SaveFailed               it could not be written
     │   ├── CheckpointNotFound       there is none
@@ -144,6 +145,19 @@ class CollectiveMismatch(CollectiveFailed, ValueError):
 
 class GroupClosed(CollectiveFailed):
     """The process group was destroyed, or belongs to the process that this one was forked from."""
+
+
+class StepSkipped(LockstepError, RuntimeError):
+    """A guarded step is not applied on any rank, as it has failed on one.
+
+    ``guard()`` raises it where the body of a step is to end, and catches it; and to the program
+    when too many steps in a row were skipped.
+
+    Attributes:
+        blame: The :class:`lockstep.Blame` of the last one, once it is known.
+    """
+
+    blame: object = None
 
 
 class CheckpointError(LockstepError, RuntimeError):

@@ -308,6 +308,24 @@ SHOWN = [
         "pass",
     ),
     mutation(
+        "test_two_updates_on_one_rank_are_an_error_on_all",
+        "guarding/context.py",
+        "engine.stepped.by[optimizer] = -1",
+        "pass",
+    ),
+    mutation(
+        "test_no_graph_of_a_skipped_step_is_left",
+        "guarding/blame.py",
+        "traceback.clear_frames(each.__traceback__)",
+        "pass",
+    ),
+    mutation(
+        "test_buffers_follow_rank_0_behind_a_failed_backward",
+        "guarding/context.py",
+        "engine.buffers.forget_graphs()",
+        "pass",
+    ),
+    mutation(
         "test_each_stream_that_reads_parameters_waits_for_their_update",
         "optim/arriving.py",
         "if stream.stream_id not in self._streams:",

@@ -79,4 +79,5 @@ from .threads.ranks import of_this_rank as of_this_rank
 from .threads.ranks import rank_context as rank_context
 from .threads.ranks import this_thread as this_thread
 from .to_each import all_to_all as all_to_all
+from .transport import GUARDED as GUARDED
 from .transport import Signature as Signature

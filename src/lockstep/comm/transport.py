@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple
@@ -29,6 +29,10 @@ WORDS_BYTES = 512
 # How long a rank that has read another call waits for ranks that haven't arrived. If they come, the
 # group stays usable.
 MISMATCH_SECONDS = 5.0
+
+# How the operations begin at which a rank waits whose step has failed: however long the others take
+# to come to a call of theirs, they will go on together.
+GUARDED = "guarded step"
 
 # Where a rank has put data, for its peers: a number between processes, between threads a number
 # (of a slot) or the tensor itself.
@@ -74,6 +78,10 @@ class Signature(NamedTuple):
             sorted(others),
             self.operation,
         )
+
+    def is_guarded(self, others: Iterable[object]) -> bool:
+        """Whether this call, or one of ``others``, is at the end of a guarded step."""
+        return any(str(call).startswith(GUARDED) for call in (self, *others))
 
     def overdue(self, ranks: Sequence[int], seconds: float, causes: str) -> CollectiveTimeout:
         """Return the error of ``ranks`` that didn't come in time; ``causes`` lists likely ones."""

@@ -3,6 +3,7 @@
 from lockstep.grad.assign import MIB, assign_buckets
 from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
+from lockstep.grad.contents import Contents
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import DescribedBucket, describe_buckets
 from lockstep.grad.memory import aligned, gradient_dtype
@@ -24,6 +25,7 @@ from lockstep.torch_private import gradient_of, set_gradient
 __all__ = [
     "MIB",
     "CommHook",
+    "Contents",
     "DeferredBucket",
     "DeferredParameter",
     "DescribedBucket",

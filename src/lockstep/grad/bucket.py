@@ -47,6 +47,8 @@ class Bucket:
 
     # For those who show buckets.
     is_hooked = is_deferred = False
+    # Whether its contents, once filled, are this rank's gradients.
+    shows_local = True
 
     def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
         self.contents, self.group = contents, group

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lockstep.grad.arrangement import Assigned, assigned_for, make_buckets
 from lockstep.grad.assign import FIRST_BUCKET_BYTES
 from lockstep.grad.bucket import Bucket, without_autograd
 from lockstep.grad.comm_hook import CommHook
+from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
@@ -60,6 +61,7 @@ class Reducer:
         tables: Which of them are tables whose gradients travel by rows.
         chunk_ends: The parameters whose gradients are the last ones to be copied at once.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
+        inspect: Called with this rank's gradients of each bucket, scaled, before they are reduced.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class Reducer:
         # What it reduces, and how.
         self.process_group, self._size = group, group.size()
         self.table = GradientTable(named_parameters, sparse)
-        self._cap_bytes, self._first_cap_bytes = cap_bytes, first_cap_bytes
+        self._caps = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self.comm_hook: CommHook | None = None
+        self.inspect: Callable[[Contents], None] | None = None
         self._log = GradientLog(is_on=is_kept and group.rank() == 0)
         # Its buckets, and the bucket at each position. There are none until the first backward: a
         # copied model that is never trained needs no buckets.
@@ -215,12 +218,13 @@ class Reducer:
 
     def assigned_for(self, order: Sequence[int]) -> list[Assigned]:
         """Return the buckets to make for gradients that become ready in ``order``."""
+        cap_bytes, first_cap_bytes = self._caps
         return assigned_for(
             self.table,
             order,
             *([], set()) if self.comm_hook else (self.runs, self.tables.indices),
-            cap_bytes=self._cap_bytes,
-            first_cap_bytes=self._first_cap_bytes,
+            cap_bytes=cap_bytes,
+            first_cap_bytes=first_cap_bytes,
         )
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -384,10 +388,7 @@ class Reducer:
         return hooked_rows(self.comm_hook, parameter, index, is_last=is_last)
 
     def launch_last(self, *, tells: bool = False) -> None:
-        """Launch the last bucket, which carries this rank's facts.
-
-        ``tells`` is whether it has one to tell the others, whatever that is.
-        """
+        """Launch the last bucket, with this rank's facts; ``tells``: it has one to tell others."""
         now = self._now
         if now.next_launch < len(self._buckets):
             now.is_to_tell = tells
@@ -422,8 +423,7 @@ class Reducer:
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
-        table, now, last = self.table, self._now, self._buckets[-1]
-        facts = last.facts()
+        table, now, facts = self.table, self._now, self._buckets[-1].facts()
         if facts.num_failed:
             for bucket in self._buckets:
                 bucket.contents.drop()
@@ -474,6 +474,8 @@ class Reducer:
                 bucket.fill_failed()
             else:
                 bucket.fill()
+                if self.inspect is not None and bucket.shows_local:
+                    self.inspect(bucket.contents)
                 if self._log.compares and now.scale == 1 / self._size:
                     bucket.log_filled(self._log)
         if is_last:

@@ -78,6 +78,11 @@ class RowBucket(Bucket):
         return self._sent_bytes
 
     @property
+    def shows_local(self) -> bool:  # type: ignore[override]
+        """Whether all of this rank's gradient is in the memory, and not its rows apart."""
+        return self._mine is None
+
+    @property
     def is_ordinary(self) -> bool:
         """Whether the table is to be in an ordinary bucket from now on, on all ranks."""
         return self._num_dense >= _MOST_DENSE

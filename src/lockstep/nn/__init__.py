@@ -4,7 +4,7 @@ from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import policy_of
 from lockstep.nn.distributed import DistributedDataParallel
-from lockstep.nn.global_hooks import watch_steps_in_shards
+from lockstep.nn.global_hooks import note_step, watch_steps_in_shards
 from lockstep.nn.gradient_orders import expect_gradient_orders, gradient_orders
 from lockstep.nn.mean import average_gradients, mean
 from lockstep.nn.parallel_state import (
@@ -54,6 +54,7 @@ __all__ = [
     "join",
     "mean",
     "no_sync",
+    "note_step",
     "parallel_apply",
     "parallel_modules",
     "parallelize",

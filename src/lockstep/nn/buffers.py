@@ -171,6 +171,15 @@ class Buffers:
         for tensor in self.named().values():
             self._num_references.setdefault(tensor, _num_references(tensor))
 
+    def forget_graphs(self) -> None:
+        """Write to the buffers although graphs have saved them: no backward of these will come.
+
+        Autograd's queue keeps parts of one that has failed, until some later backward.
+        Shown by test_buffers_follow_rank_0_behind_a_failed_backward.
+        """
+        for tensor in self.named().values():
+            self._num_references[tensor] = _num_references(tensor)
+
     def accept(self) -> list[torch.Tensor]:
         """Take the buffers as all ranks', whose models are the same; return those that are new."""
         known = {slot.name for slot in self._agreed}

@@ -37,6 +37,7 @@ class Shard:
         tensor: The tensor that the optimizer updates: the same elements or, if ``master_dtype`` is
             finer than their dtype, a copy of them in that.
         has_master: Whether it is such a copy.
+        has_stepped: Whether it has values of its own in such a copy.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Shard:
         self._start = flat.offset_of(self.pieces[0])
         self._gradient: torch.Tensor | None = None
         self._means: torch.Tensor | None = None
-        self._has_stepped = False
+        self.has_stepped = False
 
     def read_values(self) -> None:
         """Copy values that the program has changed since the last step to the master values."""
@@ -69,7 +70,7 @@ class Shard:
         """Copy the updated values to the parameters."""
         if self.has_master:
             self.values.copy_(self.tensor.detach())
-            self._has_stepped = True
+            self.has_stepped = True
 
     def release(self) -> None:
         """Drop the gradient after a step, or after one that has failed."""
@@ -78,13 +79,13 @@ class Shard:
     def state_in(self, state: Mapping[Any, dict[str, Any]]) -> dict[str, Any] | None:
         """Return its state in ``state``, with its master values; None if there is neither."""
         held = state.get(self.tensor)
-        return {**(held or {}), MASTER: self.tensor} if self._has_stepped else held
+        return {**(held or {}), MASTER: self.tensor} if self.has_stepped else held
 
     def put_master(self, values: torch.Tensor | None) -> None:
         """Set the master values to saved ``values``; by default to those of the parameters."""
         if self.has_master:
             self.tensor.detach().copy_(self.values if values is None else values)
-            self._has_stepped = values is not None
+            self.has_stepped = values is not None
 
     def take_from(self, bucket: UnsummedBucket) -> None:
         """Set its gradient to the mean of its elements of ``bucket``, which has the same offsets.
@@ -143,7 +144,7 @@ class Shard:
         for shard in shards:
             first, last = self.place_of(shard.pieces[0]), self.place_of(shard.pieces[-1])
             place = slice(first.start, last.stop)
-            if self._has_stepped:
+            if self.has_stepped:
                 shard.put_master(self.tensor[place])
             if whole is not None:
                 state[shard.tensor] = {

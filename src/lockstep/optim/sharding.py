@@ -415,6 +415,11 @@ class Sharding:
         return self._as_state_dict(self._division.local_state()), parts
 
     @property
+    def division(self) -> Division:
+        """What this rank updates, and the state of it."""
+        return self._division
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups among whose ranks it divides steps."""
         return [*self._numbers]

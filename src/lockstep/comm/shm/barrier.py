@@ -167,7 +167,7 @@ class SocketBarrier:
         mine, sooner = encoded(signature)[0], Deadline(math.inf)
         deadline.restart()
         while absent := [member for member, address in addresses.items() if address is None]:
-            if others:
+            if others and not signature.is_guarded(others.values()):
                 sooner.bring_forward(Deadline(MISMATCH_SECONDS))
             left = min(deadline.left(), sooner.left())
             ready = wait_for(poll, min(left, LOOK_SECONDS))

@@ -113,7 +113,8 @@ class ThreadTransportState:
             try:
                 while self._arrivals is arrivals:  # what fails later concerns the next exchange
                     self._check(rank, signature, arrivals)
-                    if any(call != signature for call, _ in arrivals.values()):
+                    calls = {call for call, _ in arrivals.values()}
+                    if len(calls) > 1 and not signature.is_guarded(calls):
                         sooner.bring_forward(Deadline(MISMATCH_SECONDS))
                     if len(arrivals) == self.size:
                         self._arrivals = {}

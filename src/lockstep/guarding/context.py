@@ -1,0 +1,451 @@
+"""The context of a guarded step: its beginning, what comes before its update, and its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lockstep.comm import (
+    GUARDED,
+    SharedMemoryGroup,
+    all_gather_bytes,
+    backend_name,
+    global_rank,
+    join_state_of,
+    sum_at,
+    uncompiled,
+)
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupClosed,
+    ModelError,
+    PeerLost,
+    StepSkipped,
+)
+from lockstep.grad import lacks_gradient
+from lockstep.guarding.blame import (
+    Blame,
+    Outcome,
+    Told,
+    blame_of,
+    is_caused_elsewhere,
+    release,
+    to_blame,
+)
+from lockstep.guarding.finite import Found, LocalGradients, look_at
+from lockstep.guarding.kept import Kept
+from lockstep.guarding.step import GuardedStep, Memory, Misused, OnSkip, memory_of
+from lockstep.nn import finish_failed, note_step, state_of
+from lockstep.optim import inner_optimizer, sharding_of
+from lockstep.world import parameters_of
+
+_log = logging.getLogger("lockstep")
+
+# How often ranks go on to meet though others called something else meanwhile.
+_MOST_MEETINGS = 16
+
+
+class _Current(threading.local):
+    guard: Guard | None = None
+
+
+_current = _Current()
+
+
+class Guard:
+    """What :func:`lockstep.guard` returns: a context manager around a step."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        others: Sequence[Any],
+        on_skip: OnSkip,
+        max_consecutive: int,
+        *,
+        undoes: bool,
+    ) -> None:
+        # What it guards, and how.
+        self._models = models
+        self._optimizers = [inner_optimizer(optimizer) for optimizer in optimizers]
+        self._others, self._on_skip, self._max_consecutive = others, on_skip, max_consecutive
+        self._undoes, self._is_run = undoes, False
+        # The step that runs.
+        self._memory, self._step = Memory(), GuardedStep(0)
+        self._kept: Kept | None = None
+        self._states = [state_of(model) for model in models]
+        self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
+        self._group = self._group_of_engines()
+        self._local = LocalGradients()
+        self._handles: list[Any] = []
+        # The optimizers that have begun to step, and the depth of nested calls of the last one.
+        self._stepped: list[Optimizer] = []
+        self._depth = 0
+        self._found: Found | None = None  # in gradients, before the update
+        self._scales: list[float] = []
+
+    def _group_of_engines(self) -> dist.ProcessGroup | None:
+        groups = [*dict.fromkeys(engine.process_group for engine in self._engines)]
+        if len(groups) > 1:
+            raise ModelError(
+                "guard() takes models that are parallel over the same ranks, and these are over "
+                f"{len(groups)} groups of ranks. Guard the models of each group in a step of their "
+                "own."
+            )
+        return groups[0] if groups else None
+
+    def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> GuardedStep:
+        """Call ``body``, which takes the step; and again, with ``on_skip="retry"``. ::
+
+            def body():
+                lockstep.mean(loss_of(model(x), y)).backward()
+                optimizer.step()
+
+            step = lockstep.guard(model, optimizer, on_skip="retry").run(body)
+
+        Returns the last of the steps; ``result`` is what the body has returned.
+        """
+        if not callable(body):
+            raise TypeError(
+                f"run() takes a function that takes the step, and got a {type(body).__name__}. Put "
+                "forward, backward and update into one, so that it can be called again."
+            )
+        self._is_run = True
+        while True:
+            with self as step:
+                step.result = body(*args, **options)
+            if not step.skipped or self._on_skip != "retry":
+                return step
+
+    @uncompiled
+    def __enter__(self) -> GuardedStep:
+        """Begin a step."""
+        self._check()
+        memory = self._memory = memory_of(self._optimizers[0])
+        self._step = GuardedStep(memory.num_steps)
+        self._stepped, self._depth, self._found = [], 0, None
+        self._kept = Kept(
+            self._models,
+            self._optimizers,
+            self._others,
+            memory.copies,
+            memory.generators,
+            undoes=self._undoes,
+        )
+        self._scales = [scaler.get_scale() for scaler in self._scalers]
+        self._local.begin()
+        for engine in self._engines:
+            engine.reducer.inspect = self._local
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        _current.guard = self
+        return self._step
+
+    def _check(self) -> None:
+        if _current.guard is not None:
+            raise ModelError(
+                "A guard is entered in another guard. One guard is around one step: around its "
+                "forward, backward and update, of all models and optimizers that step together."
+            )
+        if self._on_skip == "retry" and not self._is_run:
+            raise ModelError(
+                'on_skip="retry" repeats the step, which a "with" can\'t. Put its body into a '
+                "function, and call guard(...).run(body)."
+            )
+        group = self._group
+        if group is None:
+            return
+        if not isinstance(group, SharedMemoryGroup):
+            name = backend_name(group, torch.device("cpu"))
+            raise ModelError(
+                "guard() is for ranks over lockstep's own process groups, shm and threads, on "
+                f"CPUs, and this model's is over {name}, where a rank that has failed can't end "
+                "the calls in which the others wait."
+            )
+        if join_state_of(group) is not None:
+            raise ModelError(
+                "A guard is entered in join(), where ranks without data take part in steps of the "
+                "others, and have none to guard. Use lockstep.DataLoader, which gives all ranks "
+                "equally many batches, or leave out the guard."
+            )
+
+    @property
+    def _scalers(self) -> list[GradScaler]:
+        return [each for each in self._others if isinstance(each, GradScaler)]
+
+    # Before and after the update.
+
+    @uncompiled
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Let all ranks go on to the update, or none."""
+        self._depth += 1
+        if self._depth > 1:
+            return  # a class's step calls that of its base class
+        kind = type(optimizer).__name__
+        if any(callable(value) for value in [*args[1:], *options.values()]):
+            raise Misused(
+                f"{kind} steps with a closure in a guard, and runs the backward itself, when it is "
+                "too late to leave out the update. Call backward() before step()."
+            )
+        if optimizer in self._stepped:
+            raise Misused(
+                f"The body of a guard steps its {kind} twice. It is around one step, with one "
+                "update of each optimizer: put a guard around each."
+            )
+        found = look_at(parameters_of(optimizer), self._local.filled)
+        is_bad = bool(found.nonfinite) and not _skips_itself(optimizer)
+        if is_bad:
+            self._found = found
+        number = self._optimizers.index(optimizer)
+        operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
+        if any(flag for (flag,) in self._tell(operation, [is_bad])):
+            raise StepSkipped("The gradients of a guarded step aren't finite.")
+        self._stepped.append(optimizer)
+
+    @uncompiled
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._depth -= 1
+        for engine in self._engines:
+            # Another step is refused. But before that, this rank would wait for a backward of the
+            # others, as if it had none of its own: until the end it seems to have one.
+            # Shown by test_two_updates_on_one_rank_are_an_error_on_all.
+            engine.stepped.by[optimizer] = -1
+
+    def _tell(self, operation: str, facts: Sequence[int]) -> list[list[int]]:
+        """Return the facts of all ranks, in rank order, at an ``operation`` that errors name."""
+        if self._group is None:
+            return [[*facts]]
+        table = torch.zeros(self._group.size(), len(facts), dtype=torch.int64, device="cpu")
+        table[self._group.rank()] = torch.tensor([*facts], device="cpu")
+        sum_at(self._group, operation, table)
+        return table.tolist()
+
+    # The end of the step.
+
+    @uncompiled
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """End the step on all ranks alike; return whether the body's exception is dealt with."""
+        self._leave()
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if isinstance(error, PeerLost | CollectiveTimeout | GroupClosed):
+            return False  # there is nobody to agree with
+        told = self._told(error)
+        facts = self._meet(told)
+        self._memory.num_steps += 1
+        are_same = len({guard for _, guard in facts}) == 1
+        if are_same and not any(outcome for outcome, _ in facts):
+            self._step.skipped, self._memory.in_a_row = False, 0
+            return False
+        if self._group is not None:
+            payloads = all_gather_bytes(self._group, told.encoded(), torch.device("cpu"))
+            by_rank = [Told.decoded(payload) for payload in payloads]
+        else:
+            by_rank = [told]
+        guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
+        self._undo(keeps_scale=guilty.is_of_scaler)
+        if not are_same:
+            raise ModelError(
+                "The ranks' guards differ, in models, optimizers, or options. Every rank guards "
+                "the same step in the same way. The step was not applied."
+            ) from error
+        self._skip(guilty, by_rank, error)
+        release(error)
+        return True
+
+    def _leave(self) -> None:
+        _current.guard = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for engine in self._engines:
+            engine.reducer.inspect = None
+        for optimizer in self._stepped:
+            note_step(optimizer, self._engines)
+
+    def _told(self, error: Exception | None) -> Told:
+        """Return what this rank tells of its step."""
+        has_updated = bool(self._stepped)
+        is_of_scaler = self._is_skipped_by_scaler()
+        if error is None and not has_updated and not is_of_scaler:
+            error = Misused(
+                "The body of a guard has ended without a step of its optimizer. It is around "
+                "forward, backward and update: a loss that leaves it, and is differentiated "
+                "behind it, isn't guarded. (If a GradScaler skips the update, or may, give it to "
+                "guard() too.)"
+            )
+        if error is None and not is_of_scaler:
+            return Told(Outcome.GOOD, has_updated=has_updated)
+        # A part of the sums is another rank's to look at, where gradients of this one show.
+        is_here = isinstance(error, StepSkipped) and bool(self._local.found().nonfinite)
+        if self._found is not None or is_here or (error is None and is_of_scaler):
+            return self._told_of_gradients(is_of_scaler=error is None)
+        assert error is not None
+        outcome = Outcome.TO_BLAME
+        if isinstance(error, Misused):
+            outcome = Outcome.MISUSED
+        elif is_caused_elsewhere(error):
+            outcome = Outcome.CAUSED_ELSEWHERE
+        blame = blame_of(error, self._rank, self._step.number)
+        return Told(outcome, blame, has_updated=has_updated)
+
+    def _is_skipped_by_scaler(self) -> bool:
+        """Whether a GradScaler has skipped the update, or let the optimizer skip it."""
+        pairs = zip(self._scalers, self._scales, strict=True)
+        is_lower = any(scaler.get_scale() < before for scaler, before in pairs)
+        found = (
+            flag
+            for scaler in self._scalers
+            for optimizer in self._optimizers
+            for flag in scaler._found_inf_per_device(optimizer).values()
+        )
+        return is_lower or any(bool(flag) for flag in found)
+
+    def _told_of_gradients(self, *, is_of_scaler: bool) -> Told:
+        local = self._local.found()
+        found = local if local.nonfinite or self._found is None else self._found
+        names = {
+            id(parameter): name if len(self._models) == 1 else f"models[{number}].{name}"
+            for number, model in enumerate(self._models)
+            for name, parameter in model.named_parameters()
+        }
+        nonfinite, finite = (
+            tuple(names.get(id(p), f"a parameter of shape {[*p.shape]}") for p in each)
+            for each in found[:2]
+        )
+        text = f"gradients aren't finite: of {len(nonfinite)} of its parameters"
+        text += f", first of {nonfinite[0]!r}" if nonfinite else ""
+        blame = Blame(
+            self._rank,
+            self._step.number,
+            "nonfinite",
+            text + (" (times the loss scale)" if is_of_scaler else ""),
+            parameter=next(iter(nonfinite), None),
+            nonfinite=nonfinite,
+            finite=finite,
+        )
+        return Told(
+            Outcome.TO_BLAME,
+            blame,
+            is_local=bool(local.nonfinite),
+            is_part=found.is_part,
+            is_of_scaler=is_of_scaler,
+            has_updated=bool(self._stepped) and not is_of_scaler,
+        )
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else global_rank(self._group, self._group.rank())
+
+    def _meet(self, told: Told) -> list[list[int]]:
+        """Return how the body has ended on each rank, and a number that equal guards have.
+
+        A rank that has left its body finds the others in other calls. They all raise
+        CollectiveMismatch then, which ends the bodies, and meet again.
+        """
+        outcome = told.outcome
+        for remaining in reversed(range(_MOST_MEETINGS)):
+            try:
+                if self._group is not None:
+                    finish_failed(self._group)
+                return self._tell(f"{GUARDED}, its end", [outcome, self._fingerprint()])
+            except CollectiveMismatch:
+                if not remaining:
+                    raise
+                outcome = outcome or Outcome.CAUSED_ELSEWHERE
+        raise AssertionError
+
+    def _fingerprint(self) -> int:
+        """Return a number that guards of the same things, with the same options, have in common."""
+        on_skip = self._on_skip if isinstance(self._on_skip, str) else "function"
+        shapes = [[p.shape for p in model.parameters()] for model in self._models]
+        kinds = [type(each).__name__ for each in [*self._optimizers, *self._others]]
+        options = [on_skip, self._max_consecutive, self._undoes, self._step.number]
+        return zlib.crc32(repr([options, shapes, kinds]).encode())
+
+    def _undo(self, *, keeps_scale: bool) -> None:
+        """Put everything back, on all ranks."""
+        error: Exception | None = None
+        try:
+            assert self._kept is not None
+            self._kept.put_back(keeps_scale=keeps_scale)
+            self._drop_gradients()
+        except Exception as caught:
+            error = caught
+        failed = [rank for rank, (flag,) in enumerate(self._told_undone(error)) if flag]
+        if failed:
+            raise ModelError(
+                f"A guarded step has failed, and could not be put back on rank {failed[0]}: "
+                "parameters may be those of no step. Go on from a checkpoint."
+            ) from error
+
+    def _told_undone(self, error: Exception | None) -> list[list[int]]:
+        return self._tell(f"{GUARDED}, put back", [error is not None])
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            if (sharding := sharding_of(optimizer)) is not None:
+                sharding.zero_grad()
+            note_step(optimizer, self._engines)
+        models = (p for model in self._models for p in model.parameters())
+        others = (p for optimizer in self._optimizers for p in parameters_of(optimizer))
+        for parameter in (*models, *others):
+            if not lacks_gradient(parameter):
+                parameter.grad = None
+        for state in self._states:
+            state.count = None  # of micro-batches that were accumulated
+        for engine in self._engines:
+            engine.buffers.forget_graphs()
+
+    def _skip(self, guilty: Told, by_rank: Sequence[Told], error: BaseException | None) -> None:
+        """Tell the program of the step, which is put back; raise if it can't go on."""
+        blame, step = guilty.blame, self._step
+        assert blame is not None
+        if guilty.outcome is Outcome.MISUSED:
+            raise ModelError(f"{blame.error} (Said by rank {blame.rank}.)") from error
+        if not self._undoes and any(told.has_updated for told in by_rank):
+            raise ModelError(
+                "A guarded step has failed in its update or behind it, and undo=False keeps no "
+                "copies to undo it: parameters may differ between the ranks. Go on from a "
+                f"checkpoint. It was {blame}\n\n{blame.traceback}"
+            ) from error
+        step.skipped, step.blame = True, blame
+        if not (guilty.is_of_scaler and all(s.get_scale() > 1 for s in self._scalers)):
+            self._memory.in_a_row += 1
+        step.in_a_row = self._memory.in_a_row
+        if self._rank == 0 and not guilty.is_of_scaler:
+            _log.warning("A step is skipped on all ranks: %s", blame)
+        if step.in_a_row >= self._max_consecutive:
+            skipped = StepSkipped(
+                f"{blame.traceback}\n{step.in_a_row} guarded steps in a row were skipped on all "
+                f"ranks, the last because of {blame}"
+            )
+            skipped.blame = blame
+            raise skipped from error
+        if callable(self._on_skip):
+            self._on_skip(step)
+
+
+def _skips_itself(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler leaves it to ``optimizer`` to skip the update, and it will."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and bool(found.any())

@@ -1,0 +1,147 @@
+"""Whether gradients are finite: those of a rank before they are summed, and those of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lockstep.grad import Contents, UnsummedBucket, gradient_of, unsummed_bucket_of
+
+# The most elements of unsummed gradients that are summed at a time: they stay in the caches.
+_NUMEL = 64 * 1024
+
+
+class Found(NamedTuple):
+    """Parameters by whether their gradient is finite, in the order in which gradients came.
+
+    Attributes:
+        nonfinite: Those whose gradient isn't.
+        finite: Those whose gradient is.
+        is_part: Whether other ranks have looked at other parts of what isn't finite.
+    """
+
+    nonfinite: list[torch.Tensor]
+    finite: list[torch.Tensor]
+    is_part: bool = False
+
+
+class LocalGradients:
+    """Looks at the gradients of this rank before they are summed over the ranks.
+
+    A reducer calls it with each bucket that it has filled.
+
+    Attributes:
+        filled: What is in these buckets.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was found."""
+        self._found, self.filled = Found([], []), list[Contents]()
+
+    def found(self) -> Found:
+        """Return what was found."""
+        return self._found
+
+    def __call__(self, contents: Contents) -> None:
+        """Look at the gradients in ``contents``."""
+        parameters = contents.parameters
+        self.filled.append(contents)
+        if _is_surely_finite([contents.gradients]):
+            self._found.finite.extend(parameters)
+            return
+        for parameter, view in zip(parameters, contents.memory.views, strict=True):
+            found = self._found.finite if _is_finite(view) else self._found.nonfinite
+            found.append(parameter)
+
+
+def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) -> Found:
+    """Look at the gradients of ``parameters``, as they are now; of unsummed ones at this rank's.
+
+    Most of them are in the buckets that were ``filled``, where one sum tells of all.
+    """
+    wanted, seen = {*map(id, parameters)}, set[int]()
+    found = Found([], [])
+    for contents in filled:
+        if wanted.isdisjoint(map(id, contents.parameters)):
+            continue
+        bucket, _ = unsummed_bucket_of(contents.parameters[0]) or (None, 0)
+        if bucket is not None and bucket.contents is contents and bucket.are_all_unsummed():
+            seen.update(map(id, contents.parameters))
+            found = found._replace(is_part=_look_at_part(bucket, found) or found.is_part)
+        elif _are_in(contents) and _is_surely_finite([contents.gradients]):
+            seen.update(map(id, contents.parameters))
+            found.finite.extend(contents.parameters)
+    others = [p for p in parameters if id(p) not in seen]
+    gradients = [(p, g) for p in others if (g := p.grad) is not None]
+    if _is_surely_finite([gradient for _, gradient in gradients]):
+        found.finite.extend(parameter for parameter, _ in gradients)
+        return found
+    for parameter, gradient in gradients:
+        (found.finite if _is_finite(gradient) else found.nonfinite).append(parameter)
+    return found
+
+
+def _are_in(contents: Contents) -> bool:
+    """Whether all gradients are those in the memory; what has none may be anything there."""
+    pairs = zip(map(gradient_of, contents.parameters), contents.memory.views, strict=True)
+    return all(gradient is None or gradient is view for gradient, view in pairs)
+
+
+def _look_at_part(bucket: UnsummedBucket, found: Found) -> bool:
+    """Look at the means that this rank sums for all; return whether any isn't finite."""
+    contents = bucket.contents
+    first, last = bucket.local_range()
+    bad: list[tuple[int, int]] = []
+    for start in range(first, last, _NUMEL):
+        stop = min(start + _NUMEL, last)
+        part = bucket.new_sum(start, stop)
+        if not _is_surely_finite([part]):
+            places = part.isfinite().logical_not().nonzero().flatten() + start
+            bad += [(int(places[0]), int(places[-1]) + 1)]
+    for index, parameter in enumerate(contents.parameters):
+        begin, end = contents.offsets[index : index + 2]
+        if any(start < end and begin < stop for start, stop in bad):
+            exact = bucket.new_sum(max(begin, first), min(end, last))
+            if not _is_finite(exact):
+                found.nonfinite.append(parameter)
+                continue
+        found.finite.append(parameter)
+    return bool(bad)
+
+
+def _is_surely_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the sums of all tensors are finite, so that their elements are.
+
+    One pass over the memory, which takes a fortieth of the time of ``isfinite()``. Large elements
+    may add up to infinity though each is finite.
+    """
+    are_finite = [total.isfinite() for tensor in tensors for total in _sums(tensor)]
+    devices = {each.device for each in are_finite}
+    return all(
+        bool(torch.stack([each for each in are_finite if each.device == device]).all())
+        for device in devices
+    )
+
+
+def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = (
+            values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
+        )
+    if values.numel() and (values.is_floating_point() or values.is_complex()):
+        yield values.sum(dtype=torch.float32) if values.element_size() < 4 else values.sum()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = (
+            values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
+        )
+    return bool(values.isfinite().all())

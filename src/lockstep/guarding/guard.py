@@ -1,0 +1,93 @@
+"""``guard``: a step that all ranks take, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.arguments import as_whole_number, check_flag, check_type, refusal
+from lockstep.guarding.context import Guard
+from lockstep.guarding.step import OnSkip
+
+
+def guard(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *others: Any,
+    on_skip: OnSkip = "drop",
+    max_consecutive: int = 8,
+    undo: bool = True,
+) -> Guard:
+    """Let all ranks take a step, or none: what fails on one rank is skipped by all. ::
+
+        for x, y in loader:
+            with lockstep.guard(model, optimizer) as step:
+                loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            if step.skipped:
+                print(step.blame)
+
+    Around the forward, the backward and the update. If any rank raises an Exception there, runs out
+    of memory, or its gradients aren't finite, the body ends on all ranks, at their next call of all
+    ranks or update; no rank waits for ever. Parameters, buffers, the optimizer's state and options,
+    the random states (torch's, Python's, NumPy's, and those of generators that modules and
+    optimizers have) and all of ``others`` are then as before the step, in every bit; gradients are
+    None. The code behind the ``with`` goes on, on all ranks, with the same ``step.blame``.
+
+    What else the body changes isn't put back: change it behind the ``with``, where
+    ``step.skipped`` is known. The batch is used up. KeyboardInterrupt and SystemExit pass, and a
+    rank that is lost ends the run as without a guard.
+
+    Every rank must call it, for the same steps. It may be entered on one rank, too.
+
+    A skipped step costs what it costs; a good one two exchanges of some bytes between the ranks,
+    two passes over the gradients, to see whether they are finite, and with ``undo`` a copy of
+    parameters and optimizer state.
+
+    Args:
+        model: The parallel model, or several that are parallel over the same ranks.
+        optimizer: Its optimizer, or all that step in the body, each once. They may be sharded.
+        others: What else is to be put back: modules, such as a moving average of the weights, and
+            objects with ``state_dict()`` and ``load_state_dict()``, such as a learning rate
+            scheduler that steps in the body. And the GradScaler, if there is one: steps that it
+            skips itself are skipped steps, and keep its new scale.
+        on_skip: What follows a skipped step. ``"drop"``: the next one. ``"retry"``: the same again,
+            with the same random numbers, for which the body has to be a function:
+            ``guard(...).run(body)``. A function is called with the step, on every rank.
+        max_consecutive: So many skipped steps in a row raise StepSkipped on every rank.
+        undo: Whether to keep copies of parameters and optimizer state, so that a failure in the
+            update, or behind it in the body, is undone. Without them it raises on every rank.
+
+    Returns:
+        A context manager, whose ``as`` is a :class:`GuardedStep`, with a method ``run()``.
+
+    Raises:
+        StepSkipped: After ``max_consecutive`` skipped steps, with the last one's blame.
+        ModelError: In the ``with``: if the model isn't parallel, or the body isn't one step; then
+            everything is put back before.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If ``on_skip`` or ``max_consecutive`` is none of those above.
+    """
+    models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in models:
+        check_type("model", each, nn.Module, "a torch.nn.Module")
+    for one in optimizers:
+        check_type("optimizer", one, Optimizer, "a torch.optim.Optimizer")
+    if not models or not optimizers:
+        raise TypeError("guard() takes a model and an optimizer, and got none.")
+    for other in others:
+        has_state = hasattr(other, "state_dict") and hasattr(other, "load_state_dict")
+        if isinstance(other, Optimizer) or not has_state:
+            wanted = "a module, or an object with state_dict() and load_state_dict()"
+            raise TypeError(refusal("One of guard()'s others", other, wanted))
+    if not callable(on_skip) and on_skip not in ("drop", "retry"):
+        raise ValueError(refusal("on_skip", on_skip, '"drop", "retry" or a function'))
+    as_whole_number("max_consecutive", max_consecutive, "1 or more", at_least=1)
+    check_flag("undo", undo)
+    return Guard(models, optimizers, others, on_skip, max_consecutive, undoes=undo)

@@ -1,0 +1,138 @@
+"""What a guarded step may change, as it was before the step."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lockstep.comm import without_repeats
+from lockstep.generators import Generators, generator_of, generator_of_device, global_generators
+from lockstep.guarding.optimizer import KeptOptimizer
+from lockstep.torch_private import _foreach_copy_
+
+
+class Copies:
+    """Copies of the values of tensors, in memory that stays from one step to the next."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the values of ``tensors``."""
+        with torch.no_grad():
+            are_same = [*map(id, tensors)] == [*map(id, self._tensors)]
+            if not are_same or any(
+                tensor.shape != kept.shape or tensor.dtype is not kept.dtype
+                for tensor, kept in zip(tensors, self._copies, strict=True)
+            ):
+                self._tensors = [*tensors]
+                self._copies = [tensor.detach().clone() for tensor in tensors]
+            elif tensors:
+                _foreach_copy_(self._copies, self._tensors)
+
+    def put_back(self) -> None:
+        """Let the tensors have the values that they had."""
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors, self._copies, strict=True):
+                without_repeats(tensor.detach()).copy_(without_repeats(kept))
+
+
+class Kept:
+    """Models, optimizers and other things as they were before a step, to be put back.
+
+    Args:
+        models: Their parameters and buffers.
+        optimizers: Their state and options.
+        others: Modules, and objects with a state dict.
+        copies: Memory for the values, of the step before.
+        generators: The generators of random numbers, as the step before has found them.
+        undoes: Whether parameters and optimizers are kept; otherwise only buffers, random states
+            and ``others`` are.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        others: Sequence[Any],
+        copies: Copies,
+        generators: Generators,
+        *,
+        undoes: bool,
+    ) -> None:
+        self._modules = [*models, *(each for each in others if isinstance(each, nn.Module))]
+        self._optimizers = [KeptOptimizer(optimizer) for optimizer in optimizers if undoes]
+        self._parameters = [
+            parameter
+            for parameter in dict.fromkeys(p for model in self._modules for p in model.parameters())
+            if undoes
+        ]
+        self._others = [e for e in others if not isinstance(e, nn.Module | GradScaler)]
+        self._scalers = [each for each in others if isinstance(each, GradScaler)]
+        self._owners = optimizers
+        self._copies, self._generators = copies, generators
+        tensors: dict[int, torch.Tensor] = {id(p): p for p in self._parameters}
+        slots = (module._buffers for each in self._modules for module in each.modules())
+        self._buffers = [(slot, name, value) for slot in slots for name, value in slot.items()]
+        tensors |= {id(value): value for _, _, value in self._buffers if value is not None}
+        for optimizer in self._optimizers:
+            tensors |= {id(tensor): tensor for tensor in optimizer.keep()}
+        self._scales = [
+            (s._scale, s._growth_tracker)  # tensors, of which scalers make no other ones
+            for s in self._scalers
+        ]
+        for pair in self._scales:
+            tensors |= {id(tensor): tensor for tensor in pair if tensor is not None}
+        self._copies.keep([*tensors.values()])
+        self._states = [copy.deepcopy(each.state_dict()) for each in self._others]
+        self._begin_generators()
+
+    def put_back(self, *, keeps_scale: bool = False) -> None:
+        """Put everything back; with ``keeps_scale`` not what a GradScaler has made of the step."""
+        scales = [pair for pair in self._scales if keeps_scale]
+        now = [(t, t.clone()) for pair in scales for t in pair if t is not None]
+        for slot, name, value in self._buffers:
+            slot[name] = value
+        for optimizer in self._optimizers:
+            optimizer.put_back()
+        self._copies.put_back()
+        for tensor, after in now:
+            tensor.copy_(after)
+        for scaler in self._scalers:
+            for owner in self._owners:
+                scaler._per_optimizer_states.pop(id(owner), None)
+        for each, state in zip(self._others, self._states, strict=True):
+            each.load_state_dict(state)
+        for generator in self._generators.values():
+            generator.rewind()
+
+    def _begin_generators(self) -> None:
+        known = self._generators
+        if not known or ("numpy" in known) is not ("numpy" in sys.modules):
+            known.clear()
+            known.update(global_generators())
+            known.update(self._own_generators())
+        else:
+            for generator in known.values():
+                generator.has_drawn()  # with which the next begin() reads less
+        for generator in known.values():
+            generator.begin()
+
+    def _own_generators(self) -> Iterable[tuple[str, Any]]:
+        """The generators of accelerators, and those that optimizers and modules have."""
+        parameters = (p for module in self._modules for p in module.parameters())
+        for device in {p.device for p in parameters if p.device.type != "cpu"}:
+            yield str(device), generator_of_device(device)
+        owners = [*self._owners, *(m for each in self._modules for m in each.modules())]
+        for number, owner in enumerate(owners):
+            for name, value in vars(owner).items():
+                if (generator := generator_of(value)) is not None:
+                    yield f"{name} {number}", generator

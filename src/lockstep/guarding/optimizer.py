@@ -1,0 +1,112 @@
+"""An optimizer as it was before a step: its state, its options and the numbers that it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.errors import ModelError
+from lockstep.optim import sharding_of
+
+# What has no state, or can't be changed in place.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
+    *(FunctionType, MethodType, BuiltinFunctionType, type),
+)
+
+
+class KeptOptimizer:
+    """What an optimizer had at :meth:`keep`; the values of its tensors are kept by the caller."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def keep(self) -> list[torch.Tensor]:
+        """Note what there is, and return the tensors whose values are to be kept.
+
+        Raises:
+            ModelError: If it has state of a class that can't be kept.
+        """
+        optimizer, tensors = self._optimizer, list[torch.Tensor]()
+        # Not by the methods of a sharded optimizer's state, which refuse what other ranks have.
+        items = [*dict.items(optimizer.state)]
+        self._state = optimizer.state, {key: self._kept(each, tensors) for key, each in items}
+        groups = optimizer.param_groups
+        self._groups = groups, [*groups]
+        self._options = [
+            {name: self._kept(value, tensors) for name, value in group.items() if name != "params"}
+            for group in groups
+        ]
+        self._parameters = [(group["params"], [*group["params"]]) for group in groups]
+        held = vars(optimizer).items()
+        numbers = {
+            name: value for name, value in held if isinstance(value, (*_PLAIN, torch.Tensor))
+        }
+        self._attributes = self._kept(numbers, tensors)
+        sharding = sharding_of(optimizer)
+        self._division = None if sharding is None else sharding.division
+        if self._division is not None:
+            self._shards = [(shard, shard.has_stepped) for shard in self._division.shards]
+            tensors += [shard.tensor.detach() for shard, _ in self._shards if shard.has_master]
+        return tensors
+
+    def put_back(self) -> None:
+        """Let the optimizer have again what it had; the caller puts the tensors' values back.
+
+        Raises:
+            ModelError: If the parameters of a sharded optimizer were divided anew since.
+        """
+        optimizer = self._optimizer
+        optimizer.state, kept = self._state
+        dict.clear(optimizer.state)
+        dict.update(optimizer.state, kept)
+        optimizer.param_groups, groups = self._groups
+        optimizer.param_groups[:] = groups
+        pairs = zip(groups, self._options, self._parameters, strict=True)
+        for group, options, (parameters, before) in pairs:
+            parameters[:] = before
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
+            group.update(options, params=parameters)
+        vars(optimizer).update(self._attributes)
+        if self._division is not None:
+            sharding = sharding_of(optimizer)
+            if sharding is None or sharding.division is not self._division:
+                raise ModelError(
+                    f"This step has divided the parameters of {type(optimizer).__name__} anew, as "
+                    "groups or parameters were changed before it, and so it can't be undone. Go "
+                    "on from a checkpoint."
+                )
+            self._division.shards = [shard for shard, _ in self._shards]
+            for shard, has_stepped in self._shards:
+                shard.has_stepped = has_stepped
+            self._division.repeats.doubt()
+
+    def _kept(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        """Return ``value`` with containers of its own, and the same tensors."""
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.detach())
+            return value
+        if isinstance(value, dict):
+            if type(value) is not dict and not value:
+                return value  # as that which stands for the state of other ranks, and isn't copied
+            kept = copy.copy(value)
+            kept.update((key, self._kept(each, tensors)) for key, each in value.items())
+            return kept
+        if isinstance(value, list | deque):
+            return type(value)(self._kept(each, tensors) for each in value)
+        if isinstance(value, tuple):
+            each = [self._kept(each, tensors) for each in value]
+            return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+        if isinstance(value, _PLAIN):
+            return value
+        raise ModelError(
+            f"guard() can't keep the state of this {type(self._optimizer).__name__}, of which a "
+            f"{type(value).__name__} is a part, to undo a step that fails in its update. Use "
+            "guard(..., undo=False), with which such a failure ends the run."
+        )
