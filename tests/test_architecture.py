@@ -92,7 +92,7 @@ SHELVES = {
         "tree": BUDGET_OF_A_MODULE,
         "generators": BUDGET_OF_A_MODULE,
         "same_bits": 1_390,
-        "data": 2_700,
+        "data": 2_760,
         "optim": 4_400,
         "checkpoint": 2_870,
         "resume": 2_135,

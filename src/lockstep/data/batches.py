@@ -192,6 +192,25 @@ def num_samples(batch: Any) -> int:
     return len(batch) if is_list(batch) else 1
 
 
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples of ``dataset``, if it tells."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def local_batch(batch: Any, start: int, stop: int, seed: int, position: int) -> LocalBatch:
+    """Return what is read of the indices from ``start`` to ``stop`` of a global batch.
+
+    ``position`` is that of its first sample in the epoch.
+    """
+    is_empty = start == stop and len(batch) > 0
+    indices = batch[:1] if is_empty else batch[start:stop]
+    indices = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+    return LocalBatch([*indices], seed, position + start, is_empty)
+
+
 def _order_of(batches: Any) -> Order | None:
     """Return the order of the samples in ``batches``, if torch's own samplers make them."""
     sampler: Any = getattr(batches, "sampler", None)

@@ -24,6 +24,8 @@ from lockstep.data.batches import (
     Reader,
     digest,
     is_list,
+    length_of,
+    local_batch,
     num_samples,
     samplers_in,
 )
@@ -34,6 +36,7 @@ from lockstep.data.pace import Pace, checked_shares
 from lockstep.data.partition import cuts
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
+from lockstep.data.sharded import Sharding, check_shards, grouped, sharding_of
 from lockstep.data.workers import WorkerSampler, loader_with_workers
 from lockstep.errors import SplitError
 from lockstep.generators import mixed
@@ -110,6 +113,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             lockstep's collectives doesn't count.
         self_sharding: Whether an iterable dataset divides its samples among the ranks itself. By
             default it is found out.
+        shards: Into how many shards to cut each batch, for :func:`lockstep.shards`: the loader
+            gives those of this rank then. An iteration sets the number of intra-op threads to 1.
         process_group: The ranks; by default all of :func:`lockstep.init`.
         options: Torch's further arguments, by name.
 
@@ -137,12 +142,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         seed: int | None = None,
         shares: Sequence[int] | str | None = None,
         self_sharding: bool | None = None,
+        shards: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dataset, batch_size, *args, **options)
         group = group_or_all(process_group)
-        self._group = group
+        self._group, self._num_shards = group, shards
         self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._pace: Pace | None = None
         self._shares = (1,) * self._num_ranks
@@ -184,13 +190,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return copied
 
     def _check_arguments(self) -> None:
+        has_shares = self._pace is not None or len({*self._shares}) > 1
+        check_shards(self, self._num_shards, self._num_ranks, has_shares=has_shares)
         if self.batch_size is not None and self.batch_size < self._num_ranks:
             raise SplitError(
                 f"A global batch of {self.batch_size} can't be split over {self._num_ranks} ranks: "
                 "batch_size counts the samples of all ranks together. Use a larger batch or fewer "
                 "ranks."
             )
-        if self.batch_size is None and self._num_ranks > 1 and not self._gives_lists():
+        is_cut = self._num_ranks > 1 or self._num_shards
+        if self.batch_size is None and is_cut and not self._gives_lists():
             raise SplitError(
                 "With batch_size=None the dataset makes a batch of each index, which can't be cut. "
                 "Give batch_size; or a sampler that gives lists of indices, such as a "
@@ -214,9 +223,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _gives_lists(self) -> bool:
         """Whether the ranks can share what the sampler gives at a time."""
-        torchs = (RandomSampler, SequentialSampler)
         is_given = self.batch_sampler is not None or self._is_iterable
-        return is_given or not isinstance(self.sampler, torchs)
+        return is_given or not isinstance(self.sampler, RandomSampler | SequentialSampler)
 
     @property
     def num_samples(self) -> int:
@@ -294,7 +302,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """What the samples of global batches depend on, besides seed and epoch."""
         facts: dict[str, Any] = {
             "dataset": type(self.dataset).__name__,
-            "length of the dataset": _length_of(self.dataset),
+            "length of the dataset": length_of(self.dataset),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
             "samplers": [type(each).__name__ for each in self._samplers],
@@ -317,9 +325,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "epoch": self._epoch,
             "number of batches given": skip,
             "shares": self._shares,
+            "shards": self._num_shards,
             **self._facts_of_order(),
         }
-        length = _length_of(self.dataset)
+        length = length_of(self.dataset)
         stream: Iterator[Any]
         asked: deque[tuple[int, int]] = deque()
         if self._pace is not None:
@@ -343,7 +352,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if self._length is None and self._group is not None:
                 self._reader = self._reader or self._make_reader()
                 check_same_dataset(self._group, self._reader, batches.peek(), self._seed)
-            stream = self._read(self._parts(batches, skip, expected, asked))
+            place = self._rank, self._num_ranks, self._seed, self._epoch
+            sharding = sharding_of(self._num_shards, *place)
+            parts = self._parts(batches, skip, expected, asked, sharding)
+            stream = grouped(self._read(parts), sharding)
         self._length, self._goes_on, self._is_in_epoch = length, False, True
         self._num_given, self._digest, self._next_epoch = skip, expected, self._epoch + 1
         self._run += 1
@@ -408,7 +420,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 self._num_given += 1
                 self._digest = checksum
                 if spans.status is not None:
-                    length = _length_of(self) or 0
+                    length = length_of(self) or 0
                     spans.status.count_batch(self._epoch, self._num_given, length, num_samples)
             if self._pace is None:
                 yield batch
@@ -446,7 +458,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
 
     def _parts(
-        self, batches: GlobalBatches, skip: int, expected: int, asked: deque[tuple[int, int]]
+        self,
+        batches: GlobalBatches,
+        skip: int,
+        expected: int,
+        asked: deque[tuple[int, int]],
+        sharding: Sharding | None,
     ) -> Iterator[LocalBatch]:
         """Yield this rank's part of each global batch but the first ``skip``.
 
@@ -468,26 +485,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         position, checksum = start.position, expected
         for number, batch in enumerate(batches, skip):
             checksum = digest(batch, checksum)
-            if is_list(batch):
-                part = self._local_batch(batch, number, position, seed)
-            else:
-                part = LocalBatch([batch], seed, position, is_one=True)
-            asked.append((checksum, 0 if part.is_empty else len(part.indices)))
-            yield part
+            parts = [LocalBatch([batch], seed, position, is_one=True)]
+            if sharding is not None:
+                parts = sharding.parts(batch, number, position)
+            elif is_list(batch):
+                parts = [self._local_batch(batch, number, position, seed)]
+            asked.append((checksum, sum(len(p.indices) for p in parts if not p.is_empty)))
+            yield from parts
             position += num_samples(batch)
 
     def _local_batch(self, batch: Any, number: int, position: int, seed: int) -> LocalBatch:
         shares = self._shares if self._pace is None else self._pace.shares_at(number)
         bounds = cuts(len(batch), shares)
-        start, stop = bounds[self._rank], bounds[self._rank + 1]
-        is_empty = start == stop and len(batch) > 0
-        indices = batch[:1] if is_empty else batch[start:stop]
-        indices = indices.tolist() if isinstance(indices, torch.Tensor) else indices
-        return LocalBatch([*indices], seed, position + start, is_empty)
-
-
-def _length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
+        return local_batch(batch, bounds[self._rank], bounds[self._rank + 1], seed, position)

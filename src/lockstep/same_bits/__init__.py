@@ -1,7 +1,19 @@
 """Steps in shards, with the same bits at any number of ranks."""
 
 from lockstep.same_bits.batch import ShardedBatch, bounds_of
-from lockstep.same_bits.step import Shards, shards
+from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
+from lockstep.same_bits.step import Shards, check_num_shards, shards
+from lockstep.same_bits.tree import shards_of
 from lockstep.same_bits.turns import exclusive
 
-__all__ = ["ShardedBatch", "Shards", "bounds_of", "exclusive", "shards"]
+__all__ = [
+    "ShardedBatch",
+    "Shards",
+    "bounds_of",
+    "check_num_shards",
+    "exclusive",
+    "fingerprint_of",
+    "shards",
+    "shards_of",
+    "use_threads",
+]
