@@ -76,6 +76,8 @@ def clip_grad_norm_(
             every = [parameter for parameter in every if id(parameter) not in ids]
         else:
             bucket.sum_unsummed()
+    if not norms:  # all gradients are there, as after steps in shards
+        return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     clipped = [bucket for bucket in buckets if bucket.are_all_unsummed()]
     gradients = [parameter.grad for parameter in every if parameter.grad is not None]
     if gradients:

@@ -29,6 +29,7 @@ from lockstep.nn import finish_failed, refresh_engines_of
 from lockstep.optim.divided import State
 from lockstep.optim.division import Division, GroupsOf, Options
 from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.in_shards import refuse_other_bits
 from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state
 from lockstep.optim.shard import GroupsByShard, LocalGroup, Shard
@@ -239,6 +240,7 @@ class Sharding:
     def _begin_step(self) -> None:
         self._depth = 1
         self._refresh()
+        refuse_other_bits(self._optimizer, self._division.flats)
         groups = self._optimizer.param_groups
         self._replaced = groups, [group["params"] for group in groups]
         parts = [LocalGroup([*local], []) for local in self._division.local]

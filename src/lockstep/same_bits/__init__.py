@@ -2,6 +2,7 @@
 
 from lockstep.same_bits.batch import ShardedBatch, bounds_of
 from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
+from lockstep.same_bits.plan import StepsInShards
 from lockstep.same_bits.step import Shards, check_num_shards, shards
 from lockstep.same_bits.tree import shards_of
 from lockstep.same_bits.turns import exclusive
@@ -9,6 +10,7 @@ from lockstep.same_bits.turns import exclusive
 __all__ = [
     "ShardedBatch",
     "Shards",
+    "StepsInShards",
     "bounds_of",
     "check_num_shards",
     "exclusive",

@@ -8,6 +8,10 @@ from torch import nn
 from lockstep.same_bits.sums import SumOverRanks
 
 
+class StepsInShards:
+    """In the context of a group over which models have taken steps in shards."""
+
+
 class Plan:
     """What is kept of one model.
 

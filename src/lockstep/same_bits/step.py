@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.arguments import as_whole_number, check_module
+from lockstep.comm import context_of
 from lockstep.errors import ModelError, SplitError
 from lockstep.generators import Seeds, mixed
 from lockstep.nn import (
@@ -28,7 +29,7 @@ from lockstep.same_bits.batch import ShardedBatch, cut
 from lockstep.same_bits.buffers import BuffersOfStep
 from lockstep.same_bits.facts import Facts, Told, as_digits, exchanged
 from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
-from lockstep.same_bits.plan import Plan
+from lockstep.same_bits.plan import Plan, StepsInShards
 from lockstep.same_bits.refusals import check
 from lockstep.same_bits.sums import Gradients, LocalSums
 from lockstep.same_bits.tree import shards_of
@@ -295,6 +296,7 @@ class Shards:
                         gradient.div_(facts.divisor)
             else:
                 plan = self._state.context.get(Plan)
+                context_of(self._group).get(StepsInShards)
                 sums = plan.sums(self._group, self._num_shards, self._parameters)
                 total = sums(nodes, facts.used, facts.divisor)
             self._buffers.finish(self._group, facts.changed, facts.shards)
