@@ -146,3 +146,27 @@ def test_a_batch_that_is_used_twice_draws_other_numbers() -> None:
     for batch in lockstep.DataLoader(TensorDataset(torch.ones(4, 1)), 4, shards=2):
         drawn = [torch.rand(1).item() for _ in range(2) for _ in lockstep.shards(model, batch)]
         assert len({*drawn}) == 4
+
+
+def test_a_checkpoint_tells_of_other_threads_and_counts_steps(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(model: nn.Module) -> list[float]:
+        found = []
+        for x in lockstep.shards(model, torch.ones(4, 1), 2):
+            found.append(torch.rand(1).item())
+            model(x).sum().backward()
+        return found
+
+    first = lockstep.parallelize(nn.Linear(1, 1))
+    drawn(first)
+    lockstep.save(tmp_path, model=first)
+    expected = drawn(first)
+    second = lockstep.parallelize(nn.Linear(1, 1))
+    lockstep.load(tmp_path, model=second)
+    assert drawn(second) == expected
+    assert not caplog.records
+    monkeypatch.setattr("lockstep.same_bits.step.use_threads", lambda: torch.set_num_threads(2))
+    lockstep.load(tmp_path, model=second)
+    drawn(second)
+    assert "with another intra-op threads, 1, and it is 2 now" in caplog.text

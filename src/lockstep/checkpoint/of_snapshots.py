@@ -43,7 +43,7 @@ def save_snapshots(
     """
     shared, size = Collector(), len(snapshots)
     things = {
-        name: {"kind": thing["kind"], "tree": thing["tree"]}
+        name: {key: each for key, each in thing.items() if key != "divided"}
         for name, thing in snapshots[0].facts["things"].items()
     }
     for name, value in values.items():

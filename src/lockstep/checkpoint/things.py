@@ -15,6 +15,7 @@ from lockstep.checkpoint.folder import Manifest, excerpt
 from lockstep.errors import CheckpointMismatch
 from lockstep.nn import TORCHS_WRAPPERS, DataParallel
 from lockstep.optim import LocalState, has_more_state, inner_optimizer, sharding_of
+from lockstep.same_bits import continue_steps, steps_of
 from lockstep.tree import Collector, TensorName, check_tensor, decode, header_of
 from lockstep.world import parameters_of
 
@@ -100,7 +101,10 @@ def encode(
         value = thing.get_state()
     elif kind == "state":
         value = thing.state_dict()
-    return {"kind": kind, "tree": shared.encode(value, name), "divided": divided}
+    found = {"kind": kind, "tree": shared.encode(value, name), "divided": divided}
+    if kind == "module" and (steps := steps_of(thing)) is not None:
+        found["steps_in_shards"] = steps
+    return found
 
 
 def _encode_optimizer(
@@ -190,7 +194,8 @@ def prepare(
         state = thing.state_dict()
         names_in = _plain_names(thing)
         state.update({key: value[plain] for key, plain in names_in.items() if plain in value})
-        return partial(put, thing.load_state_dict, state)
+        steps = things[name].get("steps_in_shards")
+        return partial(put, partial(_load_module, thing, steps), state)
     if kind == "tensor":
         return partial(_copy, thing, value)
     if kind == "generator":
@@ -212,6 +217,12 @@ def _put(name: str, manifest: Manifest, load: Callable[[Any], object], state: An
             f"{type(error).__name__}: {excerpt(error)}. It and other things may be changed in "
             "part: make them anew, and load an older checkpoint."
         ) from error
+
+
+def _load_module(module: nn.Module, steps: dict[str, Any] | None, state: Any) -> None:
+    module.load_state_dict(state)
+    if steps is not None:
+        continue_steps(module, steps)
 
 
 def _copy(target: torch.Tensor, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from lockstep.same_bits.batch import ShardedBatch, bounds_of
 from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
-from lockstep.same_bits.plan import StepsInShards
+from lockstep.same_bits.plan import StepsInShards, continue_steps, steps_of
 from lockstep.same_bits.step import Shards, check_num_shards, shards
 from lockstep.same_bits.tree import shards_of
 from lockstep.same_bits.turns import exclusive
@@ -13,9 +13,11 @@ __all__ = [
     "StepsInShards",
     "bounds_of",
     "check_num_shards",
+    "continue_steps",
     "exclusive",
     "fingerprint_of",
     "shards",
     "shards_of",
+    "steps_of",
     "use_threads",
 ]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.arguments import as_whole_number
+from lockstep.errors import ModelError
+from lockstep.nn import state_of
+from lockstep.same_bits.fingerprint import Fingerprint, difference
 from lockstep.same_bits.sums import SumOverRanks
+
+_log = logging.getLogger("lockstep")
 
 
 class StepsInShards:
@@ -17,10 +26,12 @@ class Plan:
 
     Attributes:
         num_steps: The number of steps without a loader's batch.
+        fingerprint: What the bits of the last step depended on.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.fingerprint: Fingerprint = {}
         self._parts: list[int] = []  # the modules that were checked, by id()
         # For the number of shards, and the parameters by id().
         self._sums: tuple[tuple[int, list[int]], SumOverRanks] | None = None
@@ -30,6 +41,22 @@ class Plan:
         before, self._parts = self._parts, [*map(id, module.modules())]
         return before == self._parts
 
+    def note(self, fingerprint: Fingerprint, *, tells: bool) -> None:
+        """Note what the bits of a step depend on; say so if it has changed since the one before.
+
+        That may have been in another run, from whose checkpoint this one goes on.
+        """
+        before, self.fingerprint = self.fingerprint, fingerprint
+        name = difference(fingerprint, before) if before and before != fingerprint else None
+        if name is not None and tells:
+            _log.warning(
+                "The steps in shards before this one were taken with another %s, %r, and it is %r "
+                "now: the numbers of this run aren't those of one without the change.",
+                name,
+                before.get(name),
+                fingerprint[name],
+            )
+
     def sums(
         self, group: dist.ProcessGroup, num_shards: int, parameters: list[nn.Parameter]
     ) -> SumOverRanks:
@@ -38,3 +65,24 @@ class Plan:
         if self._sums is None or self._sums[0] != key:
             self._sums = key, SumOverRanks(group, num_shards, parameters)
         return self._sums[1]
+
+
+def steps_of(module: nn.Module) -> dict[str, Any] | None:
+    """Return, for a checkpoint, what is known of the steps in shards of ``module``, if any."""
+    try:
+        plan = state_of(module).context.find(Plan)
+    except ModelError:  # it isn't parallel
+        return None
+    if plan is None or not plan.fingerprint:
+        return None
+    return {"fingerprint": plan.fingerprint, "num_steps": plan.num_steps}
+
+
+def continue_steps(module: nn.Module, steps: dict[str, Any]) -> None:
+    """Continue with what :func:`steps_of` returned for a model, in another run maybe."""
+    try:
+        plan = state_of(module).context.get(Plan)
+    except ModelError:
+        return
+    plan.fingerprint = {**steps["fingerprint"]}
+    plan.num_steps = as_whole_number("num_steps", steps["num_steps"], at_least=0)

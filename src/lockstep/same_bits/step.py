@@ -81,8 +81,7 @@ def shards(
             tensors are cut in their first dimension, in tuples, lists, dicts and dataclasses.
         num_shards: The number of shards, at least that of the ranks. The loader has told it.
         step: The number of the step, from which random numbers are, if there is no loader. By
-            default steps are counted from 0 since the model was made parallel: a run that goes on
-            from a checkpoint gives it.
+            default steps are counted from 0; :func:`lockstep.save` saves the count with the model.
 
     Returns:
         An iterator over the shards, whose ``loss`` is that of the step after the loop.
@@ -285,7 +284,7 @@ class Shards:
         if self._next < self._mine.stop:
             self._add(self._mine.stop - 1, [None] * len(self._parameters))
         nodes = self._sums.nodes()
-        mine = self._facts(nodes)
+        mine, plan = self._facts(nodes), self._state.context.get(Plan)
         self._has_told = True
         facts = Facts(exchanged(self._group, mine), self._group)
         with torch.no_grad():
@@ -295,12 +294,12 @@ class Shards:
                     if gradient is not None:
                         gradient.div_(facts.divisor)
             else:
-                plan = self._state.context.get(Plan)
                 context_of(self._group).get(StepsInShards)
                 sums = plan.sums(self._group, self._num_shards, self._parameters)
                 total = sums(nodes, facts.used, facts.divisor)
             self._buffers.finish(self._group, facts.changed, facts.shards)
         self.loss = facts.loss
+        plan.note(mine["fingerprint"], tells=self._rank == 0)
         self._leave()
         self._put_back(total)
         for engine in self._state.engines:
