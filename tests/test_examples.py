@@ -201,3 +201,12 @@ def test_examples_are_short_and_listed() -> None:
     for path in programs:
         assert len(path.read_text().splitlines()) < 150, path.name
         assert f"`{path.name}`" in features, path.name
+
+
+@pytest.mark.long
+def test_same_bits() -> None:
+    output = output_of(ONE_RANK, "same_bits.py")
+    digests = re.findall(r"^on .*: +([0-9a-f]{64})$", output, re.MULTILINE)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    assert "4 ranks --kill-at 8: exit code 137" in output

@@ -47,8 +47,9 @@ def shards(
 ) -> Shards:
     """Divide a step into shards: its numbers have the same bits at any number of ranks. ::
 
-        for batch in batches:
-            for x, y in lockstep.shards(model, batch, 8):
+        loader = lockstep.DataLoader(dataset, batch_size, shuffle=True, shards=2)
+        for batch in loader:
+            for x, y in lockstep.shards(model, batch):
                 lockstep.mean(criterion(model(x), y, reduction="none")).backward()
             optimizer.step()
             optimizer.zero_grad()
