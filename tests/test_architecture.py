@@ -82,7 +82,7 @@ SHELVES = {
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_305,
         "world": 2_860,
-        "grad": 3_435,
+        "grad": 3_375,
         "nn": 8_255,
         "launcher": 6_240,
         "train": BUDGET_OF_A_MODULE,

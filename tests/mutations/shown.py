@@ -308,6 +308,12 @@ SHOWN = [
         "pass",
     ),
     mutation(
+        "test_writes_past_the_count_of_writes_change_nothing",
+        "grad/row_bucket.py",
+        "view.zero_().index_copy_(0, indices, total.to(view.dtype))",
+        "view.index_copy_(0, indices, total.to(view.dtype))",
+    ),
+    mutation(
         "test_two_updates_on_one_rank_are_an_error_on_all",
         "guarding/context.py",
         "engine.stepped.by[optimizer] = -1",

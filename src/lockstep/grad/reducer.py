@@ -218,14 +218,9 @@ class Reducer:
 
     def assigned_for(self, order: Sequence[int]) -> list[Assigned]:
         """Return the buckets to make for gradients that become ready in ``order``."""
-        cap_bytes, first_cap_bytes = self._caps
-        return assigned_for(
-            self.table,
-            order,
-            *([], set()) if self.comm_hook else (self.runs, self.tables.indices),
-            cap_bytes=cap_bytes,
-            first_cap_bytes=first_cap_bytes,
-        )
+        cap, first = self._caps
+        apart = ([], set()) if self.comm_hook else (self.runs, self.tables.indices)
+        return assigned_for(self.table, order, *apart, cap_bytes=cap, first_cap_bytes=first)
 
     def mark_unused(self, parameters: Iterable[torch.Tensor]) -> None:
         """Don't wait for the gradients of ``parameters``, which this backward won't compute."""

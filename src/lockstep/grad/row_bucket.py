@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,36 +12,26 @@ from lockstep.comm import all_gather, can_average, start_all_gather_in_place, st
 from lockstep.grad.bucket import Bucket
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
-from lockstep.grad.memory import Memory, line_numel
+from lockstep.grad.memory import line_numel
 from lockstep.grad.row_gradient import RowGradient, Rows, sum_of_rows
 from lockstep.grad.table import TableSlice
 from lockstep.torch_private import gradient_of, set_gradient
 
-_log = logging.getLogger(__name__)
-
 # After so many backwards in a row in which a rank had more of the gradient than rows, the table is
 # in an ordinary bucket, which is sent while the backward goes on.
 _MOST_DENSE = 3
-# So many times, and then one part in so many each time, zeros between rows are looked at.
-_NUM_FULL_LOOKS, _NUM_PARTS = 4, 16
 # What a rank tells in place of a number of rows.
 _DENSE = -1
 _INDEX_BYTES = torch.int64.itemsize
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class _Left(NamedTuple):
-    """What a backward has left in a memory, which is zero elsewhere."""
-
-    indices: torch.Tensor  # of the rows
-    version: int  # of the view: it is another one once the program has written to the gradient
 
 
 class RowBucket(Bucket):
     """A table, of whose gradient the rows travel; where a rank has more than rows, all of it does.
 
-    The gradient is dense to the program. Its memory is kept, and of it only those rows are written
-    that the last backward and this one have computed.
+    The gradient is dense to the program. Its memory is kept, so that no pages are mapped anew, and
+    all of it is made zero in each backward: the program may have written anywhere, and not all that
+    it writes is counted by torch (not what goes to ``p.grad.data``, or to an array of the memory).
+    Shown by test_writes_past_the_count_of_writes_change_nothing.
     """
 
     carries_facts = False
@@ -56,9 +43,6 @@ class RowBucket(Bucket):
         self.can_average = not is_scaled and can_average(group, contents.plan.device)
         # In how many backwards in a row all of the gradient has travelled.
         self._num_dense = 0
-        self._left: weakref.WeakKeyDictionary[Memory, _Left] = weakref.WeakKeyDictionary()
-        # How often the memory was cleared, and whether the zeros between rows were always there.
-        self._num_clears, self._stays_zero = 0, True
         self._sent_bytes = 0
         # Of the backward that runs: this rank's rows, scaled, if it has rows alone; how many each
         # rank has; and all ranks' rows.
@@ -96,17 +80,12 @@ class RowBucket(Bucket):
             contents.accumulated[0] = 0
             self._mine = self._no_rows()
         elif found is None or not contents.accumulated[0] or self.now.kept:
-            self._left.pop(contents.memory, None)
             self._mine = None
             contents.fill()
         else:
             indices, rows = found
             self._mine = indices, rows if self.now.scale == 1 else rows * self.now.scale
-            before = contents.memory.views[0]
             contents.renew_views(0, 1)
-            if contents.memory.views[0] is not before:
-                self._left.pop(contents.memory, None)
-                contents.memory.views[0].zero_()
             contents.use_views(0, 1)
 
     def fill_failed(self) -> None:
@@ -144,9 +123,7 @@ class RowBucket(Bucket):
         self._num_dense += 1
         memory = self.contents.memory
         if self._mine is not None:
-            self._clear()
-            memory.views[0].index_copy_(0, *self._mine)
-            self._left.pop(memory, None)
+            memory.views[0].zero_().index_copy_(0, *self._mine)
         self._sent_bytes = self.contents.num_bytes
         op = dist.ReduceOp.AVG if self.now.is_averaged else dist.ReduceOp.SUM
         start_all_reduce(self.group, memory.buffer, op).wait()
@@ -181,41 +158,8 @@ class RowBucket(Bucket):
             indices, total = sum_of_rows(self._by_rank, wide)
             if self.now.is_averaged:
                 total.div_(self.group.size())
-            self._clear()
-            view.index_copy_(0, indices, total.to(view.dtype))
-            self._left[self.contents.memory] = _Left(indices, view._version)
+            view.zero_().index_copy_(0, indices, total.to(view.dtype))
         super().finish()
-
-    def _clear(self) -> None:
-        """Make all of the memory zero, most of which is: the program may have written to it.
-
-        torch counts what it writes. Past its count (as ``p.grad.data`` is) a program writes
-        everywhere, or does so from the beginning, in nearly all cases: which is looked for.
-        """
-        view = self.contents.memory.views[0]
-        left = self._left.get(self.contents.memory)
-        if (
-            not self._stays_zero
-            or (left is None and view._version)
-            or (left is not None and left.version != view._version)
-        ):
-            view.zero_()
-            return
-        if left is not None:
-            view.index_fill_(0, left.indices, 0)
-        number, self._num_clears = self._num_clears, self._num_clears + 1
-        part = (
-            view if number < _NUM_FULL_LOOKS else view.tensor_split(_NUM_PARTS)[number % _NUM_PARTS]
-        )
-        if bool(part.view(_INTEGERS[view.itemsize]).any()):
-            self._stays_zero = False
-            view.zero_()
-            _log.warning(
-                "The program has written to the gradient of %r past torch's count of writes, as to "
-                "p.grad.data. From now on all of it is cleared in each backward, which takes "
-                "longer. Write to p.grad itself, in torch.no_grad().",
-                self.contents.parameter_names[0],
-            )
 
     def undo(self) -> None:
         """The backward has failed here: a gradient that wasn't launched stays, whole."""

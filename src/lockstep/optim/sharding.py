@@ -17,12 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import (
-    Announced,
-    add_update,
-    join_state_of,
-    uncompiled,
-)
+from lockstep.comm import Announced, add_update, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, ModelError
 from lockstep.grad import ScatteredBucket, lacks_gradient
 from lockstep.nn import finish_failed, refresh_engines_of
