@@ -9,27 +9,28 @@ import torch
 from torch import nn
 
 from lockstep.nn import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
+from tests.gpu.accelerator import GPU, NEEDED
 
 # A backward that waits for itself is to be found out soon.
 SECONDS = 100
 
 MARKS = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.keeps_descriptors("CUDA opens some when it is first used, and keeps them"),
+    *NEEDED,
+    pytest.mark.keeps_descriptors("a GPU opens some when it is first used, and keeps them"),
     pytest.mark.timeout(SECONDS),
     pytest.mark.forks,
 ]
 
-GPU = torch.device("cuda", 0)
-TWICE, THREE_TIMES = ["cuda:0"] * 2, ["cuda:0"] * 3
-MIXED = ["cpu", "cuda:0"]
+FIRST = str(GPU)
+TWICE, THREE_TIMES = [FIRST] * 2, [FIRST] * 3
+MIXED = ["cpu", FIRST]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cuda_has_begun() -> None:
+def device_has_begun() -> None:
     """Before what a test must leave behind is looked at: it sets a variable, for one thing."""
     DataParallel(nn.Linear(2, 2, device=GPU), TWICE)(torch.ones(2, 2)).sum().backward()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
 class Net(nn.Module):
@@ -62,7 +63,7 @@ def samples(rows: int = 11) -> torch.Tensor:
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
 
 

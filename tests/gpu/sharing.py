@@ -1,4 +1,4 @@
-"""Ranks that share the first GPU: over Gloo, as NCCL refuses that."""
+"""Ranks that share the first GPU: over Gloo, as NCCL refuses that. Others have one each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import cloudpickle
 
 import lockstep
+from tests.gpu.accelerator import IS_CUDA
 
 
 def launch_sharing(fn: Callable[..., Any], nprocs: int, args: Sequence[object] = ()) -> list[Any]:
-    """As ``lockstep.launch()``, but ``world.device`` is the first GPU on every rank."""
+    """As ``lockstep.launch()``, but ``world.device`` is the first GPU of CUDA on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((fn, args)))
         command = [sys.executable, "-m", "lockstep", "run", "-n", str(nprocs)]
@@ -32,7 +33,7 @@ def launch_sharing(fn: Callable[..., Any], nprocs: int, args: Sequence[object] =
 
 def main(folder: Path) -> None:
     """Be a rank."""
-    world = lockstep.init(device="cuda:0")
+    world = lockstep.init(device="cuda:0" if IS_CUDA else None)
     fn, args = pickle.loads((folder / "call").read_bytes())
     (folder / str(world.rank)).write_bytes(pickle.dumps(fn(world, *args)))
 

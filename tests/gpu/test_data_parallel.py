@@ -17,7 +17,9 @@ from torch import nn
 
 import lockstep
 from lockstep.nn import DataParallel
+from tests.gpu.accelerator import KIND, NUM_DEVICES, ONLY_CUDA
 from tests.gpu.replicas import (
+    FIRST,
     GPU,
     MARKS,
     MIXED,
@@ -28,7 +30,7 @@ from tests.gpu.replicas import (
     Net,
     assert_close,
     by_function,
-    cuda_has_begun,  # noqa: F401
+    device_has_begun,  # noqa: F401
     gradients_of,
     home_of,
     replicable,
@@ -39,7 +41,7 @@ pytestmark = MARKS
 
 DEVICES = pytest.mark.parametrize(
     "devices",
-    [["cuda:0"], TWICE, THREE_TIMES, [0, 0], MIXED, ["cuda:0", "cpu"], [-1, 0, 0, -1]],
+    [[FIRST], TWICE, THREE_TIMES, [0, 0], MIXED, [FIRST, "cpu"], [-1, 0, 0, -1]],
     ids=str,
 )
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -72,7 +74,7 @@ class TestResults:
     def test_inputs_come_from_the_cpu_or_a_gpu(self, way, devices: list) -> None:
         home = home_of(devices)
         call, expected = way(replicable().to(home), devices), replicable()(samples())
-        for place in ("cpu", "cuda:0"):
+        for place in ("cpu", FIRST):
             x = samples().to(place).requires_grad_()
             call(x).sum().backward()
             assert x.grad.device == x.device
@@ -80,11 +82,11 @@ class TestResults:
         pinned = call(samples().pin_memory())
         torch.testing.assert_close(pinned.cpu(), expected, rtol=1e-10, atol=1e-10)
 
-    @pytest.mark.parametrize("output_device", ["cpu", -1, 0, "cuda:0"])
+    @pytest.mark.parametrize("output_device", ["cpu", -1, 0, FIRST])
     def test_outputs_are_joined_where_they_are_wanted(self, output_device) -> None:
         model, expected = replicable().to(GPU), replicable()
         output = DataParallel(model, TWICE, output_device)(samples())
-        assert output.is_cuda == (output_device not in ("cpu", -1))
+        assert (output.device == GPU) == (output_device not in ("cpu", -1))
         output.sum().backward()
         expected(samples()).sum().backward()
         assert_close(gradients_of(model), gradients_of(expected))
@@ -141,10 +143,12 @@ class TestResults:
 class TestAsTorchs:
     """Beside torch's ``nn.DataParallel`` on one GPU, given once."""
 
+    @ONLY_CUDA
     def test_by_default_on_all_gpus(self) -> None:
         assert DataParallel(replicable()).device_ids == nn.DataParallel(replicable()).device_ids
 
-    @pytest.mark.parametrize("devices", [[0], ["cuda:0"]])
+    @ONLY_CUDA
+    @pytest.mark.parametrize("devices", [[0], [FIRST]])
     def test_one_gpu(self, devices: list) -> None:
         mine, theirs = replicable(), replicable()
         # Both move the module there.
@@ -160,6 +164,7 @@ class TestAsTorchs:
             expected.sum().backward()
             assert all(map(torch.equal, gradients_of(mine), gradients_of(theirs)))
 
+    @ONLY_CUDA
     def test_one_gpu_given_twice_is_torchs_given_once(self) -> None:
         mine, theirs = replicable().to(GPU), replicable().to(GPU)
         model, other = DataParallel(mine, [0, 0]), nn.DataParallel(theirs, [0])
@@ -174,24 +179,25 @@ class TestAsTorchs:
     def test_a_module_that_is_elsewhere_is_named(self) -> None:
         with pytest.raises(RuntimeError, match=r"is on cpu\. Move the module there"):
             DataParallel(replicable(), TWICE)(samples())
-        with pytest.raises(RuntimeError, match=r"is on cuda:0\. Move the module there"):
+        with pytest.raises(RuntimeError, match=rf"is on {FIRST}\. Move the module there"):
             DataParallel(replicable().to(GPU), MIXED)(samples())
 
     def test_an_accelerator_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(ValueError, match="is to be an accelerator's index"):
-            DataParallel(replicable(), [0, torch.cuda.device_count()])
+            DataParallel(replicable(), [0, NUM_DEVICES])
 
     def test_by_default_all_gpus(self) -> None:
         model = DataParallel(replicable().to(GPU))
-        assert model.device_ids == list(range(torch.cuda.device_count()))
+        assert model.device_ids == list(range(NUM_DEVICES))
 
-    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @ONLY_CUDA
+    @pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two GPUs")
     @pytest.mark.parametrize("devices", [[0, 1], [1, 0], [0, 1, 0]])
     def test_two_gpus(self, devices: list[int]) -> None:
-        home = torch.device("cuda", devices[0])
+        home = torch.device(KIND, devices[0])
         mine, theirs = replicable().to(home), replicable().to(home)
         model, other = DataParallel(mine, devices), nn.DataParallel(theirs, devices[:2])
-        for x in (samples(), samples().to(GPU), samples().to("cuda:1")):
+        for x in (samples(), samples().to(GPU), samples().to(f"{KIND}:1")):
             output, expected = model(x), other(x)
             assert output.device == expected.device == home
             torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
@@ -200,7 +206,7 @@ class TestAsTorchs:
             assert_close(gradients_of(mine), gradients_of(theirs))
 
 
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0",)])
+@pytest.mark.parametrize("devices", [(FIRST, FIRST), (FIRST, "cpu"), (FIRST,)])
 @pytest.mark.parametrize("program", ["data_parallel_parts.py", "data_parallel_by_hand.py"])
 def test_the_examples_run_on_a_gpu(program: str, devices: tuple[str, ...]) -> None:
     run = subprocess.run(

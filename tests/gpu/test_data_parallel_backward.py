@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.nn import DataParallel
+from tests.gpu.accelerator import KIND, current_stream, sleep
 from tests.gpu.replicas import (
+    FIRST,
     GPU,
     MARKS,
     MIXED,
@@ -23,7 +25,7 @@ from tests.gpu.replicas import (
     WAYS,
     Net,
     assert_close,
-    cuda_has_begun,  # noqa: F401
+    device_has_begun,  # noqa: F401
     gradients_of,
     home_of,
     replicable,
@@ -44,8 +46,8 @@ class TestBackwards:
             expected(samples().requires_grad_()).square().sum().backward()
         assert_close(gradients_of(model), gradients_of(expected))
 
-    @pytest.mark.parametrize("devices", [TWICE, MIXED, ["cuda:0", "cpu"]], ids=str)
-    @pytest.mark.parametrize("place", ["cpu", "cuda:0"])
+    @pytest.mark.parametrize("devices", [TWICE, MIXED, [FIRST, "cpu"]], ids=str)
+    @pytest.mark.parametrize("place", ["cpu", FIRST])
     def test_from_a_loss_on_either_device(self, devices: list, place: str) -> None:
         model = replicable().to(home_of(devices))
         self.check(model, DataParallel(model, devices), lambda loss: loss.to(place))
@@ -170,7 +172,7 @@ class TestModes:
         expected = copy.deepcopy(layer)
         call = way(layer, TWICE)
         for _ in range(2):
-            with torch.autocast("cuda", dtype):
+            with torch.autocast(KIND, dtype):
                 output, other = call(x), expected(x)
             assert output.dtype is dtype
             torch.testing.assert_close(output, other, rtol=0.02, atol=0.02)
@@ -188,18 +190,18 @@ class TestModes:
                 seen[x.device.type] = output.dtype
                 return output.float()
 
-        with torch.autocast("cuda", torch.float16), torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(KIND, torch.float16), torch.autocast("cpu", torch.bfloat16):
             DataParallel(Notes(8, 4), MIXED)(torch.randn(6, 8))
-        assert seen == {"cpu": torch.bfloat16, "cuda": torch.float16}
+        assert seen == {"cpu": torch.bfloat16, KIND: torch.float16}
 
     def test_a_gradient_scaler(self) -> None:
         model = replicable().float().to(GPU)
         parallel, before = DataParallel(model, TWICE), copy.deepcopy(model.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda")
+        scaler = torch.amp.GradScaler(KIND)
         for _ in range(3):
             optimizer.zero_grad()
-            with torch.autocast("cuda", torch.float16):
+            with torch.autocast(KIND, torch.float16):
                 loss = F.mse_loss(parallel(samples().float()), torch.ones(11, 3, device=GPU))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -213,18 +215,20 @@ class TestModes:
 
         class Notes(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                seen.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+                index = torch.accelerator.current_device_index()
+                seen.append((index, torch.accelerator.current_stream()))
                 return x + 1
 
-        call, side = way(Notes(), THREE_TIMES), torch.cuda.Stream(GPU)
-        with torch.cuda.stream(side):
+        call, side = way(Notes(), THREE_TIMES), torch.Stream(GPU)
+        before = current_stream()
+        with side:
             call(torch.ones(6, device=GPU))
         assert seen == [(0, side)] * 3
         seen.clear()
         call(torch.ones(6, device=GPU))
-        assert seen == [(0, torch.cuda.default_stream(GPU))] * 3
+        assert seen == [(0, before)] * 3
 
-    @pytest.mark.parametrize("devices", [TWICE, MIXED, ["cuda:0", "cpu"]], ids=str)
+    @pytest.mark.parametrize("devices", [TWICE, MIXED, [FIRST, "cpu"]], ids=str)
     @pytest.mark.parametrize("is_on_side", [True, False])
     def test_slow_work_is_waited_for(self, devices: list, is_on_side: bool) -> None:
         """What comes late on a stream is not read too early: inputs, outputs and gradients."""
@@ -240,10 +244,6 @@ class TestModes:
                 sleep(gradient)
                 return gradient * 1
 
-        def sleep(x: torch.Tensor) -> None:
-            if x.is_cuda:
-                torch.cuda._sleep(20_000_000)
-
         class SlowNet(Net):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return Slow.apply(super().forward(Slow.apply(x)))
@@ -251,9 +251,9 @@ class TestModes:
         torch.manual_seed(3)
         model, expected = SlowNet().to(home_of(devices)), replicable()
         parallel = DataParallel(model, devices)
-        stream = torch.cuda.Stream(GPU) if is_on_side else torch.cuda.current_stream(GPU)
-        stream.wait_stream(torch.cuda.current_stream(GPU))
-        with torch.cuda.stream(stream):
+        stream = torch.Stream(GPU) if is_on_side else current_stream()
+        stream.wait_stream(current_stream())
+        with stream:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             others = torch.optim.SGD(expected.parameters(), lr=0.01)
             for step in range(4):

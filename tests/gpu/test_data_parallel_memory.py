@@ -14,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.nn import DataParallel
 from tests.gpu.replicas import (
+    FIRST,
     GPU,
     MARKS,
     MIXED,
     THREE_TIMES,
     by_function,
     by_module,
-    cuda_has_begun,  # noqa: F401
+    device_has_begun,  # noqa: F401
     home_of,
 )
 
@@ -38,11 +39,11 @@ def wide(device: torch.device) -> nn.Linear:
 
 def allocated_by(run: Callable[[], object]) -> int:
     """How many bytes ``run`` has allocated on the GPU, those that are free again included."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats(GPU)["allocated_bytes.all.allocated"]
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_stats(GPU)["allocated_bytes.all.allocated"]
     run()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_stats(GPU)["allocated_bytes.all.allocated"] - before
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_stats(GPU)["allocated_bytes.all.allocated"] - before
 
 
 class CountsCopies(TorchDispatchMode):
@@ -103,11 +104,11 @@ class TestMemory:
             model.zero_grad()
             parallel(x).sum().backward()
         model.zero_grad()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(GPU)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated(GPU)
         parallel(x).sum().backward()
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated(GPU) - before < 1.5 * WEIGHT_BYTES
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated(GPU) - before < 1.5 * WEIGHT_BYTES
 
     def test_nothing_stays_when_it_is_gone(self) -> None:
         def use() -> None:
@@ -116,14 +117,14 @@ class TestMemory:
 
         use()  # what stays of it is the threads'
         gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(GPU)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated(GPU)
         use()
         gc.collect()
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated(GPU) - before < WEIGHT_BYTES / 2
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated(GPU) - before < WEIGHT_BYTES / 2
 
-    @pytest.mark.parametrize("devices", [MIXED, ["cuda:0", "cpu"]], ids=str)
+    @pytest.mark.parametrize("devices", [MIXED, [FIRST, "cpu"]], ids=str)
     def test_a_copy_on_another_device_is_renewed_after_changes_alone(self, devices: list) -> None:
         home = home_of(devices)
         model, x = wide(home), torch.randn(4, WIDTH)

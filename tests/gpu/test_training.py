@@ -1,4 +1,4 @@
-"""Training in step on a GPU: two ranks share one, over Gloo. Skipped where there is none."""
+"""Training in step on a GPU: two ranks share one over Gloo, which carries those of CUDA."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 
 import lockstep
+from tests.gpu.accelerator import IS_CUDA, KIND, NEEDED, NUM_DEVICES
 from tests.gpu.sharing import launch_sharing
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    *NEEDED,
+    pytest.mark.skipif(not IS_CUDA and NUM_DEVICES < 2, reason="Gloo carries no tensors of it"),
     pytest.mark.timeout(300),
     pytest.mark.forks,
 ]
 
-GPU = torch.device("cuda", 0)
+# The one of the rank.
+GPU = torch.device(KIND)
 
 
 def classifier() -> nn.Module:
@@ -52,7 +55,7 @@ def losses_of(model: nn.Module, rows: slice | list[int]) -> torch.Tensor:
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return [p.grad.cpu() for p in model.parameters()]
 
 
@@ -108,7 +111,7 @@ def with_hook(world: lockstep.World, name: str) -> list[list[torch.Tensor]]:
     return every
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each rank")
+@pytest.mark.skipif(NUM_DEVICES < 2, reason="needs a GPU for each rank")
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "powerSGD"])
 def test_torchs_hooks_do_what_they_do_in_torch(name: str) -> None:
     for ours, theirs in lockstep.launch(with_hook, 2, (name,)):
@@ -172,12 +175,12 @@ def test_a_loop_that_ends_earlier_on_one_rank() -> None:
 def in_low_precision(world: lockstep.World) -> list[torch.Tensor]:
     model = lockstep.DistributedDataParallel(classifier().float().to(GPU))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
+    scaler = torch.amp.GradScaler(KIND)
     x, y = samples()
     rows = rows_of(world.rank)
     for _ in range(5):
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast(KIND, torch.float16):
             loss = F.cross_entropy(model(x[rows].float().to(GPU)), y[rows].to(GPU))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)

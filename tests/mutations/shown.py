@@ -223,6 +223,33 @@ SHOWN = [
         delay="lazy",
     ),
     mutation(
+        "test_two_models_in_two_groups_launch_in_one_order_in_compiled_backwards",
+        "nn/backward.py",
+        "            if not backward.awaited:\n                self._end_in_order()",
+        "            if not backward.awaited:\n                self.end()",
+        delay="lazy",
+    ),
+    mutation(
+        "test_a_change_of_one_rank_alone_is_named_on_all",
+        "grad/reducer.py",
+        "now.is_to_tell = self._buckets[-1].heard.look() or tells",
+        "now.is_to_tell = tells",
+        delay="lazy",
+    ),
+    mutation(
+        "test_what_is_put_in_place_and_trained_by_hand_is_named",
+        "nn/global_hooks.py",
+        "    engine.when_ended = _look_later\n",
+        "",
+    ),
+    mutation(
+        "test_data_of_another_form_is_named",
+        "nn/engine.py",
+        "if self._tracked.have_other_forms():",
+        "if False:",
+        delay="lazy",
+    ),
+    mutation(
         "test_a_failed_backward_does_not_spoil_the_next",
         "nn/backward.py",
         "backward.end = weakref.ref(end, self._fail)",

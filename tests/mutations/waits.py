@@ -108,8 +108,8 @@ WAITS = [
     _wait(
         "tests/simulated/test_launch_order.py",
         "nn/backward.py",
-        "earlier, later = self._sharing_gpus()",
-        "earlier, later = [], []",
+        "earlier, later = self._sharing_gpus()\n        for sync in earlier:",
+        "earlier, later = [], []\n        for sync in earlier:",
     ),
     # A gradient is accumulated on the stream that is current.
     _wait(

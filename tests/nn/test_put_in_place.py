@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import lockstep
 from lockstep import errors
 from lockstep.errors import ModelMismatch
 from tests.nn.parallel import BOTH, in_place, net, parts
@@ -228,3 +229,69 @@ def test_all_parameters_of_a_model_that_is_not_called_are_never_trained_apart(
 
     mine, theirs = run_ranks(2, body)
     assert all(map(torch.equal, mine, theirs))
+
+
+def train_by_hand(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.01 * parameter.grad
+
+
+@BOTH
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("change", [replace_parameters, replace_modules, overwrite])
+def test_what_is_put_in_place_and_trained_by_hand_is_named(
+    change: Callable, evaluates: bool, parallel: Callable
+) -> None:
+    """No optimizer steps, and no gradient of former parameters comes."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model, x = net(), parts(2)[rank]
+        trained = parallel(model, group)
+        for time in range(4):
+            if time == 2:
+                if evaluates:
+                    with torch.no_grad():
+                        trained(x)
+                change(model)
+                before = [parameter.detach().clone() for parameter in model.parameters()]
+                with pytest.raises(errors.ParameterChanged, match=r"'first\.weight' was put in"):
+                    train_by_hand(trained, x)
+                assert_same(model.parameters(), before, tolerance=0)
+            train_by_hand(trained, x)
+        return [p.detach() for p in model.parameters()]
+
+    mine, theirs = run_ranks(2, body)
+    assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_one_rank_puts_in_place_and_trains_by_hand_is_named_on_all(backend: Backend) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x = in_place(net(), group), parts(2)[rank]
+        train_by_hand(model, x)
+        if rank == 1:
+            replace_parameters(model)
+        with pytest.raises(ModelMismatch, match=r"'first\.weight' is a new parameter"):
+            train_by_hand(model, x)
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_what_is_put_in_place_of_a_model_that_is_not_called_is_named_with_a_mean() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model, x = in_place(WithoutCalls(), group), parts(2)[rank]
+        for time in range(3):
+            if time == 1:
+                replace_parameters(model)
+                with pytest.raises(errors.ParameterChanged, match=r"'weight' was put in its place"):
+                    lockstep.mean(model.loss(x), weight=1, process_group=group).backward()
+                model.zero_grad()
+            lockstep.mean(model.loss(x), weight=1, process_group=group).backward()
+        return [model.weight.grad]
+
+    (mine,), (theirs,) = run_ranks(2, body)
+    assert torch.equal(mine, theirs)

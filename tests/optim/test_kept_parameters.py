@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.errors import CollectiveMismatch
 from tests.counts import pairs
 from tests.nn.parallel import net, parts
-from tests.ranks import run_ranks
+from tests.ranks import Backend, run_ranks
 from tests.same import assert_same
 
 Values = list[torch.Tensor]
@@ -103,3 +104,21 @@ def test_parameters_that_share_memory_are_told_of(caplog: pytest.LogCaptureFixtu
 
     run_ranks(2, body)
     assert "share their memory with another tensor" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_data_that_one_rank_alone_replaces_is_named_on_all(backend: Backend) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(net(), process_group=group)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            model.zero_grad()
+            model(parts(2)[rank]).square().mean().backward()
+            if step == 2 and rank == 1:
+                model.first.weight.data = model.first.weight.data.clone()
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(CollectiveMismatch, match=r"move of 'first.weight' back, whose data"):
+            optimizer.step()
+
+    run_ranks(2, body, backend=backend)

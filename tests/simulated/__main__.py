@@ -1,7 +1,7 @@
 """``make test-simulated``: the tests of ``tests/gpu``, and those here, on simulated devices.
 
-Three times on GPUs: that work at once, that lag, and on which nothing runs for which nobody waits.
-Then once on such accelerators of a kind that torch doesn't know.
+On GPUs that lag, and on such on which nothing runs for which nobody waits; then on accelerators of
+a kind that torch doesn't know: those that work at once, and such on which nothing runs unasked.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import pytest
 
 from tests.simulated.build import CannotBuild, environment
 
-# What runs in the last setting of GPUs alone, as it would find nothing more in others: tests that
-# set delays themselves, and those of memory, which devices keep longest where they run nothing
-# unasked.
-IN_THE_LAST = (
+# What runs on GPUs that do nothing unasked alone, as it would find nothing more in other settings:
+# tests that set delays themselves, and those of memory, which devices keep longest there.
+ONCE = (
     "tests/simulated/",
     "tests/gpu/test_data_parallel_memory.py",
     "tests/gpu/test_data_parallel.py::test_the_examples_run_on_a_gpu",
+)
+# Those that set delays, and in which nothing depends on the kind of the devices.
+OF_ANY_KIND = tuple(
+    f"tests/simulated/test_{name}.py"
+    for name in ("launch_order", "memory", "overlap", "random_programs", "streams")
 )
 
 
@@ -35,10 +39,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("cuda", "0,0", 3, IN_THE_LAST),
-    Setting("cuda", "2,7", 3, IN_THE_LAST),
+    Setting("cuda", "2,7", 3, ONCE),
     Setting("cuda", "lazy", 3),
-    Setting("sim", "lazy", 4, ("tests/gpu/",)),
+    Setting("sim", "0,0", 4, ONCE),
+    Setting("sim", "lazy", 4, ("tests/gpu/", *OF_ANY_KIND)),
 )
 
 

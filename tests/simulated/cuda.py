@@ -55,7 +55,7 @@ def _names_of_c() -> dict[str, Any]:
         "_cuda_getDevice": device.get_device,
         "_cuda_setDevice": device.set_device,
         "_cuda_exchangeDevice": module.exchange,
-        "_cuda_maybeExchangeDevice": module.exchange,
+        "_cuda_maybeExchangeDevice": lambda index: module.exchange(index),
         "_cuda_isInBadFork": device.is_forked,
         "_cuda_synchronize": lambda: accelerator.synchronize(device.get_device()),
         "_cuda_hasPrimaryContext": lambda index: device.is_used(),
@@ -96,7 +96,7 @@ def _devices() -> dict[str, Any]:
         "_lazy_init": lambda: None,
         "_lazy_call": lambda function, **_: function(),
         "_exchange_device": module.exchange,
-        "_maybe_exchange_device": module.exchange,
+        "_maybe_exchange_device": lambda index: module.exchange(index),
         "init": lambda: None,
         "is_initialized": lambda: True,
     }
@@ -110,8 +110,6 @@ def _streams() -> dict[str, Any]:
         "set_stream": torch.accelerator.set_stream,
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "is_current_stream_capturing": lambda: False,
-        # In cycles of a clock of 2 GHz.
-        "_sleep": lambda cycles: device.sleep(max(1, int(cycles / 2e6))),
     }
 
 

@@ -41,6 +41,8 @@ def names() -> dict[str, Any]:
         "current_stream": lambda given=None: accelerator.current_stream(index_of(given)),
         "Stream": Stream,
         "Event": Event,
+        # In cycles of a clock of 2 GHz.
+        "_sleep": lambda cycles: device.sleep(max(1, int(cycles / 2e6))),
     }
 
 

@@ -95,16 +95,32 @@ def train_two_models(world: lockstep.World, loss: Callable, kind: str) -> list[t
     return [parameter.detach().cpu() for model in local for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "overlapped"])
-@pytest.mark.parametrize("loss", [in_turns, of_each])
-def test_two_models_in_two_groups_launch_in_one_order(loss: Callable, kind: str) -> None:
-    expected = models()
-    parameters = [parameter for model in expected for parameter in model.parameters()]
+def trained_alone(loss: Callable) -> list[torch.Tensor]:
+    alone = models()
+    parameters = [parameter for model in alone for parameter in model.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         for rank, x in enumerate(batch().chunk(2)):
-            (loss(expected, x, rank) / 2).backward()
+            (loss(alone, x, rank) / 2).backward()
         optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "overlapped"])
+@pytest.mark.parametrize("loss", [in_turns, of_each])
+def test_two_models_in_two_groups_launch_in_one_order(loss: Callable, kind: str) -> None:
+    expected = trained_alone(loss)
     for found in lockstep.launch(train_two_models, 2, (loss, kind)):
-        torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def in_compiled_backwards(world: lockstep.World, loss: Callable, kind: str) -> list[torch.Tensor]:
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        return train_two_models(world, loss, kind)
+
+
+def test_two_models_in_two_groups_launch_in_one_order_in_compiled_backwards() -> None:
+    expected = trained_alone(of_each)
+    for found in lockstep.launch(in_compiled_backwards, 2, (of_each, "plain")):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -2,12 +2,14 @@
 
 They are numbers that are summed over the ranks, as the gradients are: for each parameter, by
 position, 1 if its gradient has grown on a rank; then on how many ranks the backward has failed; and
-the sum of the numbers of these ranks. Where none has failed, fractions in the last two tell more.
+the sum of the numbers of these ranks. Where none has failed, fractions tell more.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,14 @@ class Flags(NamedTuple):
     is_to_tell: bool
 
 
+class Told(Enum):
+    """Whether ranks have told each other something in a backward, whatever that is."""
+
+    NOTHING = auto()  # as far as this rank knows
+    ALL = auto()  # all ranks know that some have, or all have
+    ALONE = auto()  # this rank has, on a device, and not all others know of it yet
+
+
 def write_facts(
     tail: torch.Tensor,
     accumulated: bytearray,
@@ -44,17 +54,20 @@ def write_facts(
 ) -> None:
     """Write to ``tail`` which gradients have grown here, or that the backward of this rank failed.
 
-    The sum of a fraction over the ranks is less than 1/2.
+    The sum of a fraction over the ranks is less than 1/2. On a GPU, where no gradients are watched,
+    the first tells that this rank has nothing to tell: whether all have can't be seen from the sum
+    of the second, which is rounded.
     """
-    numbers: Sequence[float] = [fact / 4 / num_ranks for fact in flags]
+    first = flags.is_watched if tail.device.type == "cpu" else not flags.is_to_tell
+    numbers: Sequence[float] = [fact / 4 / num_ranks for fact in (first, flags.is_to_tell)]
     if failed_rank is not None:
         numbers = [1, failed_rank]
     used, failures = tail[:-_NUM_FAILURE_FACTS], tail[-_NUM_FAILURE_FACTS:]
-    for facts, values in (used, accumulated), (failures, numbers):
+    for places, values in (used, accumulated), (failures, numbers):
         if len({*values}) < 2:  # as in most steps
-            facts.fill_(next(iter(values), 0))
+            places.fill_(next(iter(values), 0))
         else:
-            facts.copy_(without_wait(torch.tensor([*values]), facts.device))
+            places.copy_(without_wait(torch.tensor([*values]), places.device))
 
 
 class Facts:
@@ -68,24 +81,100 @@ class Facts:
         divisor: The number of ranks, if the reduction has averaged; otherwise 1.
 
     Attributes:
+        divisor: The same.
         num_failed: On how many ranks the backward has failed.
         sum_of_failed: The sum of the numbers of these ranks.
+        is_watched: Whether any rank's :attr:`Flags.is_watched` is true.
+        told: Whether any rank has told something.
     """
 
     def __init__(self, tail: torch.Tensor, divisor: int) -> None:
-        self._tail = tail
-        self._failures: list[float] | None = None
+        self._tail, self.divisor = tail, divisor
         self.num_failed = self.sum_of_failed = 0
+        self.is_watched, self.told = False, Told.NOTHING
         if tail.device.type == "cpu":
-            facts = tail[-_NUM_FAILURE_FACTS:]
-            self._failures = (facts.real if facts.is_complex() else facts).tolist()
-            self.num_failed, self.sum_of_failed = (round(n * divisor) for n in self._failures)
+            first, second = _read(self.failures)
+            self.num_failed, self.sum_of_failed = round(first * divisor), round(second * divisor)
+            self.is_watched = first != 0
+            self.told = Told.ALL if second else Told.NOTHING
 
-    def flags(self, on_gpu: Flags) -> Flags:
-        """Return those of any rank; on a GPU, where they aren't read, ``on_gpu``."""
-        return on_gpu if self._failures is None else Flags(*(n != 0 for n in self._failures))
+    @property
+    def failures(self) -> torch.Tensor:
+        """All but which parameters were used."""
+        return self._tail[-_NUM_FAILURE_FACTS:]
 
     def used_by_any(self) -> Sequence[float]:
         """Return for each position a number above 0 if any rank had a gradient; waits for a GPU."""
         used: list[float] = self._tail[:-_NUM_FAILURE_FACTS].tolist()
         return used
+
+
+def _read(failures: torch.Tensor) -> list[float]:
+    numbers: list[float] = (failures.real if failures.is_complex() else failures).tolist()
+    return numbers
+
+
+class Heard:
+    """What this rank has heard of others in earlier backwards, if facts are on a device.
+
+    The host copies them to its memory, doesn't wait, and looks at them in a later backward, when
+    they have come; that is another one on each rank. A rank that has heard that one tells something
+    tells that too. Ranks that tell read the facts, and wait for the device, until all ranks tell:
+    that is in the same backward for all of them. So the host waits in no other backward. Shown by
+    test_a_change_of_one_rank_alone_is_named_on_all.
+
+    Attributes:
+        is_told: Whether any rank is known to have told something, and not all ranks know of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.is_told = device, False
+        # Copied facts, with their divisor, and what tells that they have come, until they are seen.
+        self._copy: torch.Tensor | None = None
+        self._divisor = 1
+        self._event: torch.Event | None = None
+
+    def look(self) -> bool:
+        """Look at facts of an earlier backward if they have come; return :attr:`is_told`."""
+        event, copied = self._event, self._copy
+        if event is None or copied is None or _is_capturing(self._device) or not event.query():
+            return self.is_told
+        self._event = None
+        failed, told = _read(copied)
+        self.is_told |= failed * self._divisor < 1 / 2 and told != 0
+        return self.is_told
+
+    def hear(self, facts: Facts, *, tells: bool) -> Told:
+        """Return whether ranks have told something, by the ``facts`` of a backward."""
+        failures = facts.failures
+        if failures.device.type == "cpu":
+            return facts.told
+        if _is_capturing(failures.device):
+            return Told.NOTHING
+        if not tells:
+            if self._event is None:
+                self._copy_from(failures, facts.divisor)
+            return Told.NOTHING
+        first, _ = _read(failures)
+        if first * facts.divisor >= 1 / 2:  # a rank has failed, and told nothing
+            return Told.NOTHING
+        self.is_told = first != 0  # not by all
+        if self.is_told:
+            return Told.ALONE
+        self._event = None
+        return Told.ALL
+
+    def _copy_from(self, failures: torch.Tensor, divisor: int) -> None:
+        if self._copy is None:
+            self._copy = torch.empty_like(failures, device="cpu")
+            with contextlib.suppress(RuntimeError):  # not every kind of accelerator pins memory
+                self._copy = self._copy.pin_memory()
+        self._copy.copy_(failures, non_blocking=True)
+        self._divisor = divisor
+        self._event = torch.accelerator.current_stream(failures.device).record_event()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a graph of the device's work is captured: nothing can be read or asked then."""
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    return bool(getattr(module, "is_current_stream_capturing", bool)())

@@ -386,7 +386,7 @@ class Reducer:
         """Launch the last bucket, with this rank's facts; ``tells``: it has one to tell others."""
         now = self._now
         if now.next_launch < len(self._buckets):
-            now.is_to_tell = tells
+            now.is_to_tell = self._buckets[-1].heard.look() or tells
             self._launch()
 
     def finish(self) -> CollectiveFailed | None:
@@ -418,14 +418,15 @@ class Reducer:
 
     def _use_reduced(self) -> CollectiveFailed | None:
         """Make the mean the gradient of every parameter that any rank used."""
-        table, now, facts = self.table, self._now, self._buckets[-1].facts()
+        table, now, last = self.table, self._now, self._buckets[-1]
+        facts = last.facts()
         if facts.num_failed:
             for bucket in self._buckets:
                 bucket.contents.drop()
             for parameter in table.sparse_parameters:
                 parameter.grad = None
             return failed_elsewhere(facts.num_failed, facts.sum_of_failed, self.process_group)
-        flags = facts.flags(on_gpu=Flags(is_watched=False, is_to_tell=now.is_to_tell))
+        told = last.heard.hear(facts, tells=now.is_to_tell)
         for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.
@@ -437,14 +438,14 @@ class Reducer:
             if len(used) < len(table.named) and self._log.logs_unused:
                 unused = {*table.order} - {table.order[position] for position in used}
                 self._log.unused([table.named[index][0] for index in sorted(unused)])
-        self.last = self.last._replace(used_by_any=used_by_any, was_told=flags.is_to_tell)
+        self.last = self.last._replace(used_by_any=used_by_any, told=told)
         for position in used:
             if (reduced := now.reduced_sparse.get(position)) is not None:
                 table.parameters[position].grad = reduced
             elif position not in table.sparse and not table.accumulated[position]:
                 bucket = self._bucket_at[position]
                 bucket.use_as_grad(position - bucket.contents.start)
-        if flags.is_watched:
+        if facts.is_watched:
             for bucket in self._buckets:
                 bucket.sum_watched()
         for bucket in self._buckets:

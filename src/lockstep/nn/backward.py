@@ -125,7 +125,7 @@ class BackwardSync:
         if backward is not None and backward.awaited:
             backward.awaited.discard(id(parameter))
             if not backward.awaited:
-                self.end()
+                self._end_in_order()
 
     def _join(self, engine: Engine) -> bool:
         """Return whether ``engine`` is in the backward that runs; if none does, begin it."""
@@ -211,6 +211,19 @@ class BackwardSync:
         others.sort(key=_group_name)
         later = [sync for sync in others if _group_name(sync) > _group_name(self)]
         return others[: len(others) - len(later)], later
+
+    def _end_in_order(self) -> None:
+        """End a compiled backward after those of earlier groups on the same GPUs; then later ones.
+
+        Shown by test_two_models_in_two_groups_launch_in_one_order_in_compiled_backwards.
+        """
+        earlier, later = self._sharing_gpus()
+        if any(sync.is_running() for sync in earlier):
+            return  # the last of them ends this one
+        self.end()
+        for sync in later:
+            if sync._backward is not None and sync._backward.awaited == set():
+                sync._end_in_order()
 
     def take_part(self, engine: Engine) -> None:
         """Take part in backwards of the other ranks, without gradients, up to one of ``engine``.

@@ -82,8 +82,10 @@ class BackwardPass:
         for engine, finish_buffers in zip(engines, exchanges, strict=True):
             failures.append(engine.finish_backward())
             finish_buffers()
-        for engine in [one for one in engines if one.reducer.last.was_told]:
+        for engine in [one for one in engines if one.has_to_agree()]:
             engine.agree()
+        for engine in engines:
+            engine.refuse_changes_of_one_rank()
         self.failed_elsewhere = next(filter(None, failures), None)
         return Outcome.SUCCEEDED if self.failed_elsewhere is None else Outcome.FAILED_ELSEWHERE
 

@@ -217,6 +217,17 @@ class Buffers:
             self._snapshot = _Snapshot(places, tensors, kinds, exchanged)
         return False
 
+    def changed(self) -> list[str]:
+        """Return which buffers have other forms than ranks have agreed on, with both."""
+        if not self.has_changed():
+            return []
+        before, now = (
+            {s.name: f for s, f in each.items()} for each in (self._agreed, self._forms())
+        )
+        pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
+        differing = ((name, *pair) for name, pair in pairs.items() if pair[0] != pair[1])
+        return [f"{name!r} from {old or 'none'} to {new or 'none'}" for name, old, new in differing]
+
     def agree(self) -> None:
         """Compare the forms of all ranks' buffers, and exchange these. Every rank must call it.
 

@@ -24,6 +24,7 @@ from lockstep.grad import (
     DeferredBucket,
     DeferredParameter,
     Reducer,
+    Told,
     UnsummedBucket,
 )
 from lockstep.nn import autograd
@@ -56,6 +57,10 @@ class Options(NamedTuple):
         names = [] if self.init_buffers else [name for name, _ in module.named_buffers()]
         local = {name for name in names if policy_of(name, self.broadcast_buffers) == "local"}
         return {*self.ignored, *local}
+
+
+def _ignore(_: Engine) -> None:
+    pass
 
 
 class Stepped:
@@ -103,6 +108,8 @@ class Engine:
         # Whether the module may have got other parameters. Then the engine is refreshed before the
         # next forward or backward.
         self.is_stale = False
+        # Whether a backward has ended since it last looked at its parameters, and who is told so.
+        self.is_to_look, self.when_ended = False, _ignore
         # Whether nested backwards, as of reentrant checkpoints, have computed its gradients.
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)
@@ -192,6 +199,19 @@ class Engine:
         if runs or self.reducer.runs:
             self.reducer.defer(runs)
 
+    def look(self) -> None:
+        """Look for parameters that the program has put in place, or whose data has other forms.
+
+        The end of a backward names them: but no hook would begin one that reaches no other ones,
+        and what accumulates gradients on a GPU would expect the former shape. Shown by
+        test_what_is_put_in_place_and_trained_by_hand_is_named, and the latter shown by
+        test_data_of_another_form_is_named.
+        """
+        self.is_to_look = False
+        self._hooks.attach_unknown(self.put_behind().values())
+        if self._tracked.have_other_forms():
+            self._hooks.renew_nodes(self.parameters)
+
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
         self._hooks.refuse_distributed(self.parameters)
@@ -275,12 +295,38 @@ class Engine:
     def has_to_tell(self) -> bool:
         """Whether the other ranks have to know of changes that torch hasn't told of.
 
-        Otherwise a rank would wait for ranks that know of none. If any rank has told, every rank
-        calls :meth:`agree` at the end of the backward.
+        Otherwise a rank would wait for ranks that know of none.
         """
+        if self.renormed.is_always_told:  # all agree in each backward
+            return False
         if self.renormed.must_exchange() or self.buffers.has_changed():
             return True
         return not self.is_stale and bool(self.put_behind())
+
+    def has_to_agree(self) -> bool:
+        """Whether all ranks know of changes that any has told of, and call :meth:`agree`."""
+        return self.reducer.last.told is Told.ALL or self.renormed.is_always_told
+
+    def refuse_changes_of_one_rank(self) -> None:
+        """Raise for changes on a device of which this rank has told, and not all others.
+
+        These learn of it in one of the next backwards, at the end of which all ranks agree.
+
+        Raises:
+            ModelMismatch: If this rank has changed anything.
+        """
+        if self.reducer.last.told is not Told.ALONE:
+            return
+        changed = [f"the parameter {name!r}, put in its place" for name in self.put_behind()]
+        changed += [f"the buffer {each}" for each in self.buffers.changed()]
+        if changed:
+            raise ModelMismatch(
+                f"Rank {self.process_group.rank()} has changed {', '.join(changed)}, and in this "
+                "backward not all other ranks have changed theirs. Change the model in the same "
+                "way, at the same time, on every rank; a buffer that each rank makes for its own "
+                "samples is left to the ranks by broadcast_buffers={name: 'local'}. Go on from "
+                "before this step: others may have taken it."
+            )
 
     def agree(self) -> None:
         """Agree with the other ranks on buffers, rows and parameters. Every rank must call it.
@@ -436,6 +482,8 @@ class Engine:
     def end_backward(self) -> None:
         """Queue no gradients any more: the backward is over."""
         self._hooks.close_queue()
+        self.is_to_look = True
+        self.when_ended(self)
 
     def fail_backward(self) -> None:
         """Clean up after a backward that has failed."""

@@ -2,6 +2,7 @@
 
 torch calls registration hooks when a parameter or a module is put into a module. They mark the
 engine of a parallel module as stale, and it is refreshed before the next forward of any part of it.
+Before the first one after a backward it looks for what was put there without their being called.
 
 Before an optimizer steps, a rank takes part in backwards in which it had no gradient: if its loss
 depends on no parameter of a model, none of the model's hooks runs, and the rank doesn't know of the
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import uncompiled
+from lockstep.comm import has_compiled, uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed, refuse_distributed_context
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
@@ -60,6 +61,7 @@ def watch(engine: Engine) -> None:
             watch_optimizers(after_other_hooks=True)
         if may_be_distributed():  # not before: in each forward of each module it costs time
             _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
+    engine.when_ended = _look_later
     if engine.module is not None:
         watch_lookups(engine.module)
     if accelerator() is not None:
@@ -86,7 +88,13 @@ def mark_stale(engine: Engine) -> None:
     """Have ``engine`` refreshed before the next forward of any part of its module."""
     with _lock:
         engine.is_stale = True
-        _hang(hooks.register_module_forward_pre_hook, _refresh_stale)
+        _hang(hooks.register_module_forward_pre_hook, _before_forward)
+
+
+def _look_later(_: Engine) -> None:
+    if not has_compiled():  # compiled modules warn of hooks on all modules
+        with _lock:
+            _hang(hooks.register_module_forward_pre_hook, _before_forward)
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
@@ -123,14 +131,16 @@ def _leave_to_torch(module: nn.Module) -> None:
 
 
 @uncompiled
-def _refresh_stale(module: nn.Module, _: object) -> None:
+def _before_forward(module: nn.Module, _: object) -> None:
     for engine in _engines_of(module):
         if engine.is_stale:
             # Without the lock, as this waits for the other ranks.
             backward_sync_of(engine.process_group).refresh(engine)
+        if engine.is_to_look and torch.is_grad_enabled():
+            engine.look()
     with _lock:
-        if not any(engine.is_stale for engine in all_engines()):
-            handle = _handles.pop((hooks.register_module_forward_pre_hook, _refresh_stale), None)
+        if not any(engine.is_stale or engine.is_to_look for engine in all_engines()):
+            handle = _handles.pop((hooks.register_module_forward_pre_hook, _before_forward), None)
             if handle is not None:
                 handle.remove()
 

@@ -78,14 +78,25 @@ class ReadyHooks:
         """Register hooks on ``parameters``, and on ``frozen`` ones in case they are trained."""
         self.release()
         self._ends, self._makes_graphs = (), False
-        # The reducer doesn't know a parameter that is unfrozen later, so its gradient must not be
-        # queued: its hook has a queue of its own, which no backward fills.
-        frozen_hook = _gradient_hook(self._engine, ReadyQueue())
-        for ones, hook in (parameters, self._most), (frozen, frozen_hook):
-            for parameter in ones:
-                self._hold_back(parameter, hook)
+        for parameter in parameters:
+            self._hold_back(parameter, self._most)
+        self.attach_unknown(frozen)
+        self.renew_nodes(parameters)
+
+    def attach_unknown(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Register hooks on ``parameters`` that the reducer doesn't know.
+
+        Their gradients must not be queued, and the hooks have a queue that no backward fills.
+        """
+        hook = _gradient_hook(self._engine, ReadyQueue())
+        for parameter in parameters:
+            self._hold_back(parameter, hook)
         self._hooks_of_others = [hooks.others for hooks, _ in self._hooks.values()]
+
+    def renew_nodes(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Hold what accumulates gradients of ``parameters`` in the forms that they have now."""
         # All on one stream: shown by test_gradients_of_branches_on_two_streams.
+        self._nodes = []
         self._nodes = autograd.accumulators([p for p in parameters if p.device.type != "cpu"])
 
     def _hold_back(self, parameter: torch.Tensor, hook: autograd.Hook) -> None:

@@ -22,15 +22,18 @@ class RenormedRows:
     """The rows of a model's tables that this rank has scaled since ranks last exchanged them.
 
     A table is any parameter that may be looked up. All ranks have the same ones, in one order.
+
+    Attributes:
+        is_always_told: Whether the ranks exchange rows in each backward.
     """
 
     def __init__(self) -> None:
         self._tables: list[tuple[str, nn.Parameter]] = []
         # By the id() of a table, the rows that each lookup has changed.
         self._noted: dict[int, list[torch.Tensor]] = {}
-        # Whether ranks exchange rows in each backward: they don't read each other's facts if the
-        # model isn't on the CPU alone, and don't know then whether another rank has noted some.
-        self._is_on_cpu, self._is_always_told = True, False
+        # Ranks don't read each other's facts at once if the model isn't on the CPU alone, and don't
+        # know then whether another one has noted some.
+        self._is_on_cpu, self.is_always_told = True, False
 
     def find(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Take those of the parameters ``named``, of ``module``, that may be looked up."""
@@ -38,7 +41,7 @@ class RenormedRows:
         ids = {id(table) for _, table in self._tables}
         self._noted = {key: rows for key, rows in self._noted.items() if key in ids}
         self._is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in named)
-        self._is_always_told |= not self._is_on_cpu and has_max_norm(module)
+        self.is_always_told |= not self._is_on_cpu and has_max_norm(module)
 
     def table_of(self, weight: torch.Tensor) -> nn.Parameter | None:
         """Return the table that has the memory of ``weight``, if there is one."""
@@ -53,7 +56,7 @@ class RenormedRows:
 
     def refuse_untold(self) -> None:
         """Raise if a lookup is about to scale rows, and the other ranks couldn't know of them."""
-        if not self._is_on_cpu and not self._is_always_told:
+        if not self._is_on_cpu and not self.is_always_told:
             raise ModelError(
                 "F.embedding() is called with max_norm, in a parallel model that isn't on the CPU "
                 "alone: other ranks would not know that there are scaled rows to take over. Use "
@@ -70,8 +73,8 @@ class RenormedRows:
         return [id(table) in self._noted for _, table in self._tables]
 
     def must_exchange(self) -> bool:
-        """Whether ranks have to exchange rows; if any has to, every rank does."""
-        return self._is_always_told or bool(self._noted)
+        """Whether this rank has noted rows; if any has, every rank exchanges them."""
+        return bool(self._noted)
 
     def changed_one_of(self, parameters: Collection[torch.Tensor]) -> tuple[str, list[int]] | None:
         """Return the name and the noted rows of a table among ``parameters``, if there is one."""

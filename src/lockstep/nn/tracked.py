@@ -15,6 +15,7 @@ from lockstep.grad import gradient_dtype
 from lockstep.torch_private import _BatchNorm
 
 _dtype_of = operator.attrgetter("dtype")
+_form_of = operator.attrgetter("shape", "dtype", "device")
 _modules_of = operator.attrgetter("_modules")
 
 
@@ -61,6 +62,7 @@ class TrackedParameters:
         # What tells that something has changed.
         self._description = _describe(named)
         self._dtypes = [*map(_dtype_of, self.parameters)]
+        self._forms = [*map(_form_of, self.parameters)]
         self.look_at_places(module, inner)
 
     def are_those(self, named: Sequence[tuple[str, nn.Parameter]]) -> bool:
@@ -76,6 +78,10 @@ class TrackedParameters:
         """Whether others of them may be trained, or they have other dtypes."""
         is_unfrozen = any(parameter.requires_grad for parameter in self.frozen)
         return is_unfrozen or [*map(_dtype_of, self.parameters)] != self._dtypes
+
+    def have_other_forms(self) -> bool:
+        """Whether the data of any that is trained has another shape, dtype or device."""
+        return [*map(_form_of, self.parameters)] != self._forms
 
     def look_at_places(self, module: nn.Module, inner: Collection[nn.Module]) -> None:
         """Note what is where modules have parameters and modules.

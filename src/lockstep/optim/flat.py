@@ -26,6 +26,7 @@ from lockstep.grad import (
     DeferredBucket,
     ScatteredBucket,
     UnsummedBucket,
+    name_of,
     unsummed_bucket_of,
     view_like,
 )
@@ -208,14 +209,24 @@ class FlatParameters:
 
         On any rank. Every rank must call it, if :meth:`has_moved`.
         """
+        pairs = enumerate(zip(self.parameters, self._pointers, strict=True))
+        moved = {index: p for index, (p, pointer) in pairs if p.data_ptr() != pointer}
         is_held = any(
             shares_memory(parameter) or storage_use_count(self._storages[index]._cdata) > 1
-            for index, (parameter, pointer) in enumerate(
-                zip(self.parameters, self._pointers, strict=True)
-            )
-            if parameter.data_ptr() != pointer
+            for index, parameter in moved.items()
         )
-        return not any_rank(self.process_group, [is_held])[0]
+        names = ", ".join(map(name_of, [*moved.values()][:3]))
+        try:
+            if hasattr(self.process_group, "named_barrier"):  # whose errors have its words
+                named_barrier(self.process_group, f"move of {names} back, whose data was replaced")
+            return not any_rank(self.process_group, [is_held])[0]
+        except CollectiveFailed as error:
+            error.add_note(
+                f"Since the last step of a sharded optimizer the data of {names} was replaced on "
+                "this rank (p.data = ...), so it wanted to move it back with the other ranks. "
+                "Replace it on every rank, or write p.copy_(...), under torch.no_grad()."
+            )
+            raise
 
     def begin_update(self) -> None:
         """Prepare for an update of this rank's block, from the values that this rank sees there.
