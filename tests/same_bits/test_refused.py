@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,8 @@ def test_a_loop_that_is_held_and_left_is_given_up_by_the_next() -> None:
             run.optimizer.step()
         held = step
         run.steps([1])
+        with pytest.raises(ModelError, match="Another loop"):
+            next(held)
         assert [*held] == []
         return run
 
@@ -206,3 +210,89 @@ def test_buffers_that_depend_on_the_number_of_ranks_are_refused() -> None:
     with pytest.raises(ModelError, match=r"Shard 0 has changed the buffer '1.running_mean'"):
         step_of(model, lambda x: model(x).sum().backward(), torch.randn(4, 3), 2)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_calls_of_all_ranks_are_refused_in_the_loop(tmp_path: Path) -> None:
+    model = linear()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: lockstep.save(tmp_path, model=model), r"lockstep.save\(\) is called in the loop"),
+        (lambda: lockstep.load(tmp_path, model=model), r"lockstep.load\(\) is called in the loop"),
+        (lambda: lockstep.parallelize(nn.Linear(3, 2)), "A model is made parallel in the loop"),
+        (lambda: lockstep.any(True), r"lockstep.any\(\) is called in the loop"),
+        (lambda: lockstep.shard_optimizer(sgd), "An optimizer is sharded in the loop"),
+    ]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call, words in calls:
+        with pytest.raises(ModelError, match=words):
+            step_of(model, lambda _, call=call: call(), torch.zeros(4, 3), 2)  # type: ignore[misc]
+
+
+def test_another_loop_in_the_loop_is_an_error() -> None:
+    one, other = linear(), linear()
+    with pytest.raises(ModelError, match=r"Another loop over lockstep\.shards"):
+        step_of(
+            one,
+            lambda _: step_of(other, lambda x: other(x).sum().backward(), torch.ones(4, 3), 2),
+            torch.ones(4, 3),
+            2,
+        )
+
+
+def test_a_loop_that_is_left_early_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = linear()
+    for _, x in zip(range(2), lockstep.shards(model, torch.ones(4, 3), 2), strict=False):
+        model(x).sum().backward()
+    gc.collect()
+    assert model.weight.grad is None
+    assert "left before its end" in caplog.text
+
+
+def test_parameters_that_are_unfrozen_or_put_in_place_in_the_loop_are_named() -> None:
+    def unfrozen(model: nn.Module) -> None:
+        model[0].requires_grad_(True)
+
+    def replaced(model: nn.Module) -> None:
+        model[0].weight = nn.Parameter(torch.ones(3, 3))
+
+    for change in unfrozen, replaced:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
+        lockstep.parallelize(model)
+
+        def body(x: torch.Tensor, change: Any = change, model: nn.Module = model) -> None:
+            change(model)
+            model(x).sum().backward()
+
+        with pytest.raises(ModelError, match=r"'0.weight' has a gradient"):
+            step_of(model, body, torch.ones(4, 3), 2)
+
+
+def test_buffers_that_differ_before_the_step_are_an_error_on_all_ranks() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), process_group=group
+        )
+        step_of(model, lambda x: model(x).square().sum().backward(), torch.rand(8, 3), 4)
+        model[1].running_mean += rank
+        with pytest.raises(ModelMismatch, match="digest of the buffers"):
+            step_of(model, lambda x: model(x).square().sum().backward(), torch.rand(8, 3), 4)
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_with_another_form_is_named_and_gradients_are_put_back() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("cache", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache.data = torch.zeros(len(x) + 1)
+            return self.layer(x)
+
+    model = lockstep.parallelize(Cache())
+    before = model.layer.weight.grad = torch.ones(2, 3)
+    with pytest.raises(ModelError, match="The buffer 'cache' was"):
+        step_of(model, lambda x: model(x).sum().backward(), torch.ones(4, 3), 2)
+    assert model.layer.weight.grad is before

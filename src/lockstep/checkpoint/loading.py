@@ -21,6 +21,7 @@ from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
 from lockstep.generators import generator_of_device
+from lockstep.nn import refuse_in_shard
 from lockstep.tree import decode
 from lockstep.world import accelerator, num_accelerators
 
@@ -71,6 +72,7 @@ def load(
         Exception: Whatever the ``load_state_dict()`` of an object raises that is no module or
             optimizer. All objects are as they were then.
     """
+    refuse_in_shard("lockstep.load() is called")
     check_flag("random_state", random_state)
     check_flag("strict", strict)
     ranks = Ranks(process_group)

@@ -32,6 +32,7 @@ from lockstep.comm import context_of
 from lockstep.deadline import Deadline
 from lockstep.errors import SaveFailed
 from lockstep.generators import generator_of_device
+from lockstep.nn import refuse_in_shard
 from lockstep.spans import span
 from lockstep.tree import Collector, Range
 from lockstep.world import accelerator, num_accelerators
@@ -93,6 +94,7 @@ def save(
         TypeError: If something is of a type that isn't saved.
         ValueError: If an argument is out of range.
     """
+    refuse_in_shard("lockstep.save() is called")
     keep = as_whole_number("keep", keep, "1 or more", at_least=1)
     check_flag("async_", async_)
     if not os.fspath(path):

@@ -18,6 +18,7 @@ from lockstep.nn.buffers import BroadcastBuffers, check_policies
 from lockstep.nn.engine import Options
 from lockstep.nn.join import UnevenLoop
 from lockstep.nn.parallel_state import attach, state_of
+from lockstep.nn.shard import refuse_in_shard
 from lockstep.world import group_or_all
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -95,6 +96,7 @@ def parallelize(
     """
     if others:
         raise TypeError(_others_are_refused(others))
+    refuse_in_shard("A model is made parallel")
     check_module(module)
     check_flag("init_sync", init_sync)
     check_bucket_cap(bucket_cap_mb)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from lockstep.arguments import check_flag, check_type, divided_by_torch, refusal
 from lockstep.comm import ALONE
 from lockstep.errors import AlreadyParallel, ModelError
-from lockstep.nn import are_parallel, groups_of
+from lockstep.nn import are_parallel, groups_of, refuse_in_shard
 from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome
 from lockstep.optim.sharding import Sharding
@@ -145,6 +145,7 @@ def shard_optimizer(
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2020), stage 1.
     """
+    refuse_in_shard("An optimizer is sharded")
     check_flag("overlap", overlap)
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     if master_dtype is not None and not (

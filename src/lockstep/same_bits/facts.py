@@ -112,6 +112,12 @@ def _check_same(told: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | No
                 "Call lockstep.seed() on every rank before the model is made parallel, and "
                 "shards() equally often."
             )
+        if name is None and each["buffers"] != told[0]["buffers"]:
+            name, pairs = "digest of the buffers", [each["buffers"], told[0]["buffers"]]
+            cure = (
+                "They differ before the step, as after an evaluation in training mode: change them "
+                "on every rank alike, or send rank 0's with lockstep.broadcast()."
+            )
         if name is None and len(each["used"]) != len(told[0]["used"]):
             name, pairs = "number of parameters", [len(each["used"]), len(told[0]["used"])]
         if name is not None and group is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ from lockstep.same_bits.sums import Gradients, LocalSums
 from lockstep.same_bits.tree import shards_of
 from lockstep.same_bits.turns import exclusive
 from lockstep.torch_private import _foreach_mul_, gradient_of
+
+_log = logging.getLogger("lockstep")
 
 # As torch's allocator aligns memory.
 LINE_BYTES = 64
@@ -171,7 +174,7 @@ class Shards:
         self._seeds = Seeds()
         # While the loop runs: what it undoes at its end; the shard whose turn it is.
         self._open: ExitStack | None = None
-        self._is_over = self._has_told = False
+        self._is_over = self._has_told = self._is_given_up = False
         self._shard: Shard | None = None
         self._told: list[Told] = []
 
@@ -181,6 +184,12 @@ class Shards:
 
     def __next__(self) -> Any:
         """End the turn of one shard, and begin that of the next; after the last, end the step."""
+        if self._is_given_up:
+            self._is_given_up = False
+            raise ModelError(
+                "Another loop over lockstep.shards() has begun in the body of this one, which was "
+                "given up: its gradients are dropped. Take one loop behind the other."
+            )
         if self._is_over:
             raise StopIteration
         try:
@@ -204,15 +213,27 @@ class Shards:
         """
         if self._open is None:
             return
-        self._buffers.begin_shard()
-        self._leave()
-        self._put_back()
-        if self._group is not None and not self._has_told:
-            backward_sync_of(self._group).tell_failed_step = _tell_failed
+        try:
+            self._buffers.begin_shard()
+        finally:
+            self._leave()
+            self._put_back()
+            if self._group is not None and not self._has_told:
+                backward_sync_of(self._group).tell_failed_step = _tell_failed
+
+    def _give_up(self) -> None:
+        """Close it, as another loop begins; to go on with this one is an error."""
+        self._is_given_up = self._open is not None
+        self.close()
 
     def __del__(self) -> None:
         """Close it."""
-        self.close()
+        if self._open is not None:
+            _log.warning(
+                "A loop over lockstep.shards() was left before its end, by an error, by break or "
+                "by a zip() that ended first. The gradients of this step are dropped."
+            )
+            self.close()
 
     def _begin(self) -> None:
         state, module = self._state, self._state.module()
@@ -244,7 +265,7 @@ class Shards:
     def _begin_shard(self, number: int) -> Any:
         assert self._open is not None
         self._thread = exclusive.begin()
-        self._shard = Shard(number, weakref.WeakMethod(self.close))
+        self._shard = Shard(number, weakref.WeakMethod(self._give_up))
         set_current_shard(self._shard)
         self._buffers.begin_shard()
         self._seeds.put(self._seed(number))
@@ -252,6 +273,7 @@ class Shards:
 
     def _end_shard(self, shard: Shard) -> None:
         self._end_turn()
+        self._refuse_other_parameters(shard)
         gradients = [*map(gradient_of, self._parameters)]
         for parameter in self._parameters:
             parameter.grad = None
@@ -270,6 +292,18 @@ class Shards:
         if weight is not None or there:
             self._told.append(Told(shard.number, weight, shard.total))
         self._add(shard.number, gradients)
+
+    def _refuse_other_parameters(self, shard: Shard) -> None:
+        """Raise if there is a gradient of a parameter that wasn't trained when the loop began."""
+        module, known = self._state.module(), {*map(id, self._parameters)}
+        assert module is not None
+        for name, each in module.named_parameters():
+            if id(each) not in known and each.requires_grad and each.grad is not None:
+                raise ModelError(
+                    f"{name!r} has a gradient after the turn of shard {shard.number}, and was not "
+                    "trained, or not there, when the loop over lockstep.shards() began. Unfreeze "
+                    "parameters, and put others in place, before the loop."
+                )
 
     def _add(self, number: int, gradients: Gradients) -> None:
         """Add the gradients of a shard; those before it had no samples."""
@@ -315,6 +349,7 @@ class Shards:
         return {
             "fingerprint": fingerprint_of(self._num_shards),
             "place": self._place,
+            "buffers": self._buffers.digest(),
             "told": self._told,
             "used": as_digits(used),
             "changed": as_digits(self._buffers.changed()),
