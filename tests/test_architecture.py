@@ -83,7 +83,7 @@ SHELVES = {
         "comm": 6_305,
         "world": 2_860,
         "grad": 3_470,
-        "nn": 8_360,
+        "nn": 8_370,
         "launcher": 6_240,
         "train": BUDGET_OF_A_MODULE,
     },

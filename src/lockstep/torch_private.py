@@ -157,6 +157,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_optimizer_step_pre_hooks": "the same; it comes last",
     },
     "torch.amp.GradScaler": {
+        "_found_inf_per_device": "whether it skips the update of an optimizer",
+        "_growth_tracker": "after how many steps the scale grows, as it was before a step",
+        "_per_optimizer_states": "what it knows of a step, forgotten with a skipped one",
         "_scale": "the loss scale on its device, which is the same on all ranks",
         "_unscale_grads_": "is replaced: all ranks skip the same steps",
     },

@@ -18,6 +18,12 @@ from tests.ranks import BACKENDS, Backend, run_ranks
 from tests.same import assert_same
 
 
+@pytest.fixture(autouse=True)
+def compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test of this process may have compiled something."""
+    monkeypatch.setattr("lockstep.nn.global_hooks.has_compiled", lambda: False)
+
+
 def replace_parameters(model: nn.Module) -> None:
     for part in model.modules():
         for name, parameter in part._parameters.items():

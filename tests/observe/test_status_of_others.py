@@ -18,7 +18,10 @@ from tests.memory import FIXED_BYTES, peak_of
 NAME = "lockstep-aaaaaaaa.lockstep-{} (deleted)"  # as /proc shows a file that is removed
 
 
-def facts(program: str = "train.py") -> bytes:
+PROGRAM = "test_status_of_others.py"  # of whose runs this process may have others
+
+
+def facts(program: str = PROGRAM) -> bytes:
     return json.dumps({"version": 1, "pid": os.getpid(), "program": program, "at": 0}).encode()
 
 
@@ -36,9 +39,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "_DUMP_SECONDS", 0.0)
 
 
+def local_runs() -> list[attach.ShownRun]:
+    is_of_this = {"pid": os.getpid(), "program": PROGRAM}.items()
+    return [run for run in attach.running() if run.facts.items() >= is_of_this]
+
+
 def observe() -> int:
     """See what the ranks of this process's runs do; return how many runs there are."""
-    runs = [run for run in attach.running() if run.facts["pid"] == os.getpid()]
+    runs = local_runs()
     for run in runs:
         attach._observe(run)
     return len(runs)
@@ -58,13 +66,14 @@ def test_pages_of_no_runs_size_are_not_shown(size: int) -> None:
 def test_pages_take_at_most_twice_their_size() -> None:
     """Whatever each rank seems to have logged."""
     num_ranks = 200
-    run = RunStatus.create("train.py", num_ranks)
+    run = RunStatus.create(PROGRAM, num_ranks)
     logged = b"{" + b",".join(b'"%x":1' % n for n in range(500)) + b"}"
     for page, rank in enumerate(run.ranks):
         rank.begin(page)
         rank._memory[4096 : 4096 + len(logged)] = logged
         rank._numbers[_Number.LOGGED_BYTES] = len(logged)
     assert len(run.ranks[5].read().values) == 500
+    observe()  # imports what it needs
     peak = peak_of(observe)
     assert peak < 2 * len(run._memory) + FIXED_BYTES, peak / len(run._memory)
 
@@ -75,7 +84,7 @@ def test_pages_that_are_cut_off_are_no_end() -> None:
     with shown(descriptor):
         os.write(descriptor, facts())
         os.ftruncate(descriptor, RunStatus.num_bytes(2))
-        (run,) = [each for each in attach.running() if each.facts["pid"] == os.getpid()]
+        (run,) = local_runs()
         os.ftruncate(descriptor, 0)
         run.refresh()
         assert [rank.read().pid for rank in run.ranks] == [0, 0]
@@ -85,7 +94,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / NAME.format("status")
     os.mkfifo(path)
     with shown(os.open(path, os.O_RDWR)):
-        assert not [each for each in attach.running() if each.facts["pid"] == os.getpid()]
+        assert not local_runs()
 
 
 @pytest.mark.parametrize("kind", ["stacks", "other"])

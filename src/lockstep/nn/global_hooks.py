@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 from traceback import walk_stack
 from typing import Any
@@ -62,6 +63,7 @@ def watch(engine: Engine) -> None:
         if may_be_distributed():  # not before: in each forward of each module it costs time
             _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
     engine.when_ended = _look_later
+    weakref.finalize(engine, _stop_looking).atexit = False
     if engine.module is not None:
         watch_lookups(engine.module)
     if accelerator() is not None:
@@ -138,6 +140,11 @@ def _before_forward(module: nn.Module, _: object) -> None:
             backward_sync_of(engine.process_group).refresh(engine)
         if engine.is_to_look and torch.is_grad_enabled():
             engine.look()
+    _stop_looking()
+
+
+def _stop_looking() -> None:
+    """Remove the hook on forwards, unless it is to do something in the next one of some engine."""
     with _lock:
         if not any(engine.is_stale or engine.is_to_look for engine in all_engines()):
             handle = _handles.pop((hooks.register_module_forward_pre_hook, _before_forward), None)
