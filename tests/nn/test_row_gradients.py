@@ -573,3 +573,75 @@ def test_scale_grad_by_freq_of_a_functions_lookup_is_refused() -> None:
             F.embedding(words_of(rank), weight, scale_grad_by_freq=True)
 
     run_ranks(2, body)
+
+
+def test_rows_that_are_not_finite_blame_their_rank() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> list[int | None]:
+        model = lockstep.parallelize(build(), process_group=group)
+        optimizer, blamed = torch.optim.SGD(model.parameters(), lr=0.1), list[int | None]()
+        for fails in (False, False, True):
+            with lockstep.guard(model, optimizer) as step:
+                words = torch.tensor([[rank, 2]])
+                rows = model.look_up(words)
+                if fails and rank == 1:
+                    rows.register_hook(lambda gradient: gradient * float("nan"))
+                model.layer(rows).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            if step.blame is not None:
+                assert step.blame.nonfinite == ("table.weight",)
+                blamed.append(step.blame.rank)
+        assert by_rows(model)
+        return blamed
+
+    with tables_from(1):
+        assert run_ranks(2, body) == [[1], [1]]
+
+
+def test_a_hook_sees_the_rows_of_its_own_backward() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, seen = lockstep.parallelize(build(), process_group=group), list[float]()
+        weight = model.table.weight
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node.register_hook(lambda *_: seen.append(float(weight.grad[5 + len(seen)].abs().sum())))
+        for step in range(4):
+            model(torch.tensor([[5 + step]])).sum().backward()
+            assert type(weight.grad) is torch.Tensor
+            model.zero_grad()
+        assert len(seen) == 4
+        assert all(seen)
+
+    with tables_from(1):
+        run_ranks(2, body)
+
+
+def test_a_hook_writes_to_the_rows_of_its_own_backward() -> None:
+    base = build()  # not in threads, which have one random state
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        model, found = lockstep.parallelize(copy.deepcopy(base), process_group=group), []
+        weight = model.table.weight
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+
+        def scale(*_: Any) -> None:
+            weight.grad.mul_(4)
+
+        node.register_hook(scale)
+        for step in range(4):
+            model(torch.tensor([[5 + step, rank]])).sum().backward()
+            found.append(weight.grad)
+            weight.grad = None
+        return found
+
+    results = []
+    for num_bytes in (1, 10**9):
+        with tables_from(num_bytes):
+            results.append(run_ranks(2, body))
+    for by_row, whole in zip(*results, strict=True):
+        assert_same(by_row, whole, 0)
+
+
+def test_calls_on_lists_of_row_gradients_write_to_them() -> None:
+    gradient = RowGradient(torch.tensor([1, 2]), torch.ones(2, 3), (5, 3))
+    torch._foreach_mul_([gradient], 2)
+    assert gradient.sum() == 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -22,6 +22,8 @@ from lockstep.grad.one_pass import BucketPass
 from lockstep.torch_private import gradient_of
 
 _NOTHING = nullcontext()
+# Called with what a bucket has of this rank and, if these aren't in its memory, its rows.
+Inspect = Callable[[Contents, torch.Tensor | None], None]
 
 
 def without_autograd() -> AbstractContextManager[object]:
@@ -48,8 +50,6 @@ class Bucket:
 
     # For those who show buckets.
     is_hooked = is_deferred = False
-    # Whether its contents, once filled, are this rank's gradients.
-    shows_local = True
 
     def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
         self.contents, self.group = contents, group
@@ -87,6 +87,14 @@ class Bucket:
         """Fill what leaves with NaN, in other memory if the gradients are to stay."""
         self.contents.leave_held(itertools.repeat(None))
         self.contents.fill_with(math.nan)
+
+    def show_local(self, inspect: Inspect) -> None:
+        """Show this rank's gradients, once it is filled."""
+        inspect(self.contents, None)
+
+    def drop(self) -> None:
+        """Drop the gradients of this backward, which has failed here or on another rank."""
+        self.contents.drop()
 
     def write_facts(
         self, accumulated: bytearray, flags: Flags, failed_rank: int | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from lockstep.comm import mean_divisor
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.arrangement import Assigned, assigned_for, make_buckets
 from lockstep.grad.assign import FIRST_BUCKET_BYTES
-from lockstep.grad.bucket import Bucket, without_autograd
+from lockstep.grad.bucket import Bucket, Inspect, without_autograd
 from lockstep.grad.comm_hook import CommHook
-from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
@@ -81,7 +80,7 @@ class Reducer:
         self._caps = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
         self.comm_hook: CommHook | None = None
-        self.inspect: Callable[[Contents], None] | None = None
+        self.inspect: Inspect | None = None
         self._log = GradientLog(is_on=is_kept and group.rank() == 0)
         # Its buckets, and the bucket at each position. There are none until the first backward: a
         # copied model that is never trained needs no buckets.
@@ -138,6 +137,7 @@ class Reducer:
     def take_over(self, previous: Reducer) -> None:
         """Continue from the state of ``previous``, a reducer of some of these parameters."""
         self.comm_hook, self._log = previous.comm_hook, previous._log
+        self.inspect = previous.inspect  # a model may be unfrozen in a step that is guarded
         self._log.logs_unused = self._log.is_on
         self._gets_gradients_twice = previous._gets_gradients_twice
         self.table.take_over(previous.table)
@@ -422,7 +422,7 @@ class Reducer:
         facts = last.facts()
         if facts.num_failed:
             for bucket in self._buckets:
-                bucket.contents.drop()
+                bucket.drop()
             for parameter in table.sparse_parameters:
                 parameter.grad = None
             return failed_elsewhere(facts.num_failed, facts.sum_of_failed, self.process_group)
@@ -470,8 +470,8 @@ class Reducer:
                 bucket.fill_failed()
             else:
                 bucket.fill()
-                if self.inspect is not None and bucket.shows_local:
-                    self.inspect(bucket.contents)
+                if self.inspect is not None:
+                    bucket.show_local(self.inspect)
                 if self._log.compares and now.scale == 1 / self._size:
                     bucket.log_filled(self._log)
         if is_last:

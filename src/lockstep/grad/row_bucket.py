@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import all_gather, can_average, start_all_gather_in_place, start_all_reduce
-from lockstep.grad.bucket import Bucket
+from lockstep.grad.bucket import Bucket, Inspect
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.memory import line_numel
@@ -62,11 +62,6 @@ class RowBucket(Bucket):
         return self._sent_bytes
 
     @property
-    def shows_local(self) -> bool:  # type: ignore[override]
-        """Whether all of this rank's gradient is in the memory, and not its rows apart."""
-        return self._mine is None
-
-    @property
     def is_ordinary(self) -> bool:
         """Whether the table is to be in an ordinary bucket from now on, on all ranks."""
         return self._num_dense >= _MOST_DENSE
@@ -86,7 +81,12 @@ class RowBucket(Bucket):
             indices, rows = found
             self._mine = indices, rows if self.now.scale == 1 else rows * self.now.scale
             contents.renew_views(0, 1)
-            contents.use_views(0, 1)
+            # The rows stay the gradient until there is a mean: the memory has that of the last
+            # backward. Shown by test_a_hook_sees_the_rows_of_its_own_backward.
+
+    def show_local(self, inspect: Inspect) -> None:
+        """Show this rank's gradient: all of it in the memory, or its rows."""
+        inspect(self.contents, None if self._mine is None else self._mine[1])
 
     def fill_failed(self) -> None:
         """Have no rows: the facts tell the others that the backward has failed here."""
@@ -113,6 +113,11 @@ class RowBucket(Bucket):
         counts, self._counts = self._counts, None
         if counts is None:  # no rank uses the table, and nothing is sent
             return
+        gradient = self._own_rows()
+        if self._mine is not None and gradient is not None and not gradient.computed_rows():
+            # A hook has seen the gradient since, and may have written to it.
+            indices, scale = self._mine[0], self.now.scale
+            self._mine = indices, gradient.as_dense()[indices] * scale
         numbers: list[int] = counts.tolist()
         if _DENSE in numbers:
             self._sum_whole()
@@ -159,17 +164,36 @@ class RowBucket(Bucket):
             if self.now.is_averaged:
                 total.div_(self.group.size())
             view.zero_().index_copy_(0, indices, total.to(view.dtype))
+        if self._own_rows() is not None:
+            self.contents.use_views(0, 1)
         super().finish()
+
+    def _own_rows(self) -> RowGradient | None:
+        """Return the parameter's gradient, if it is rows of this rank."""
+        gradient = gradient_of(self.contents.parameters[0])
+        return gradient if isinstance(gradient, RowGradient) else None
+
+    def drop(self) -> None:
+        """Drop the gradient of this backward, rows too."""
+        if self.contents.accumulated[0] and self._own_rows() is not None:
+            set_gradient(self.contents.parameters[0], None)
+        super().drop()
 
     def undo(self) -> None:
         """The backward has failed here: a gradient that wasn't launched stays, whole."""
-        parameter = self.contents.parameters[0]
-        if isinstance(gradient := gradient_of(parameter), RowGradient):
-            set_gradient(parameter, gradient.as_dense())
+        if self.now.is_launched:
+            self.drop()
+        self._make_dense()
         super().undo()
+
+    def _make_dense(self) -> None:
+        if (gradient := self._own_rows()) is not None:
+            set_gradient(self.contents.parameters[0], gradient.as_dense())
 
     def end(self) -> None:
         """Drop what belongs to the backward, which is over."""
+        if self._mine is not None:  # if a rank is lost, there is no mean
+            self._make_dense()
         super().end()
         self._mine, self._counts, self._by_rank = None, None, ()
 

@@ -73,6 +73,8 @@ class RowGradient(torch.Tensor):
         dense = {id(each): each.as_dense() for each in _among(args, kwargs)}
         get: Callable[[RowGradient], torch.Tensor] = lambda each: dense[id(each)]  # noqa: E731
         result = func(*tree_map_only(cls, get, args), **tree_map_only(cls, get, kwargs))
+        if not func._schema.returns:
+            return None  # torch._foreach_mul_() and the like, which torch takes nothing else from
         is_in_place = bool(args) and dense.get(id(args[0])) is result
         return args[0] if is_in_place else result
 

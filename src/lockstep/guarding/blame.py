@@ -80,25 +80,26 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _OUT_OF_MEMORY)
 
 
-def is_caused_elsewhere(error: BaseException) -> bool:
+def is_caused_elsewhere(error: BaseException, around: BaseException | None) -> bool:
     """Whether ``error`` was raised because another rank has left the step."""
-    return any(isinstance(each, CollectiveFailed | StepSkipped) for each in _chain(error))
+    return any(isinstance(each, CollectiveFailed | StepSkipped) for each in _chain(error, around))
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _chain(error: BaseException | None, around: BaseException | None) -> Iterator[BaseException]:
+    """What ``error`` was raised from, up to the exception that was handled ``around`` the guard."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and error is not around and id(error) not in seen:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
 
-def release(error: BaseException | None) -> None:
+def release(error: BaseException | None, around: BaseException | None) -> None:
     """Drop what the frames of ``error`` hold, which is dealt with: graphs and their memory.
 
     Shown by test_no_graph_of_a_skipped_step_is_left.
     """
-    for each in _chain(error):
+    for each in _chain(error, around):
         traceback.clear_frames(each.__traceback__)
 
 

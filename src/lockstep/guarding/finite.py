@@ -47,9 +47,13 @@ class LocalGradients:
         """Return what was found."""
         return self._found
 
-    def __call__(self, contents: Contents) -> None:
-        """Look at the gradients in ``contents``."""
+    def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
+        """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
         parameters = contents.parameters
+        if rows is not None:
+            found = self._found.finite if _is_finite(rows) else self._found.nonfinite
+            found.extend(parameters)
+            return
         self.filled.append(contents)
         if _is_surely_finite([contents.gradients]):
             self._found.finite.extend(parameters)
@@ -88,7 +92,10 @@ def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) ->
 
 def _are_in(contents: Contents) -> bool:
     """Whether all gradients are those in the memory; what has none may be anything there."""
-    pairs = zip(map(gradient_of, contents.parameters), contents.memory.views, strict=True)
+    memory = contents.memory
+    if [*map(torch.Tensor.data_ptr, memory.views)] != memory.pointers:
+        return False  # p.grad.data = ... has moved the view
+    pairs = zip(map(gradient_of, contents.parameters), memory.views, strict=True)
     return all(gradient is None or gradient is view for gradient, view in pairs)
 
 

@@ -54,8 +54,8 @@ class Kept:
         others: Modules, and objects with a state dict.
         copies: Memory for the values, of the step before.
         generators: The generators of random numbers, as the step before has found them.
-        undoes: Whether parameters and optimizers are kept; otherwise only buffers, random states
-            and ``others`` are.
+        undoes: Whether the models' parameters and optimizers are kept; otherwise only buffers,
+            random states and ``others`` are.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class Kept:
     ) -> None:
         self._modules = [*models, *(each for each in others if isinstance(each, nn.Module))]
         self._optimizers = [KeptOptimizer(optimizer) for optimizer in optimizers if undoes]
+        of_models = {parameter for model in models for parameter in model.parameters()}
         self._parameters = [
             parameter
             for parameter in dict.fromkeys(p for model in self._modules for p in model.parameters())
-            if undoes
+            if undoes or parameter not in of_models
         ]
         self._others = [e for e in others if not isinstance(e, nn.Module | GradScaler)]
         self._scalers = [each for each in others if isinstance(each, GradScaler)]
@@ -106,7 +107,9 @@ class Kept:
         self._copies.put_back()
         for tensor, after in now:
             tensor.copy_(after)
-        for scaler in self._scalers:
+        for scaler, (scale, tracker) in zip(self._scalers, self._scales, strict=True):
+            if scale is None and not keeps_scale:  # it makes them with its first loss
+                scaler._scale, scaler._growth_tracker = scale, tracker
             for owner in self._owners:
                 scaler._per_optimizer_states.pop(id(owner), None)
         for each, state in zip(self._others, self._states, strict=True):
@@ -115,11 +118,14 @@ class Kept:
             generator.rewind()
 
     def _begin_generators(self) -> None:
-        known = self._generators
-        if not known or ("numpy" in known) is not ("numpy" in sys.modules):
+        known, own = self._generators, dict(self._own_generators())
+        are_same = all(
+            name in known and known[name].generator is each.generator for name, each in own.items()
+        )
+        if not known or not are_same or ("numpy" in known) is not ("numpy" in sys.modules):
             known.clear()
             known.update(global_generators())
-            known.update(self._own_generators())
+            known.update(own)
         else:
             for generator in known.values():
                 generator.has_drawn()  # with which the next begin() reads less
