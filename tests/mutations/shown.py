@@ -238,9 +238,21 @@ SHOWN = [
     ),
     mutation(
         "test_what_is_put_in_place_and_trained_by_hand_is_named",
-        "nn/global_hooks.py",
-        "    engine.when_ended = _look_later\n",
-        "",
+        "nn/engine.py",
+        "self.is_to_look = True",
+        "pass",
+    ),
+    mutation(
+        "test_each_shard_has_memory_of_its_own",
+        "same_bits/batch.py",
+        "return value[start:stop].clone() if value.dim() else value.clone()",
+        "return value[start:stop] if value.dim() else value.clone()",
+    ),
+    mutation(
+        "test_a_parameter_without_gradient_in_some_shards_keeps_the_sign_of_zero",
+        "same_bits/sums.py",
+        "_NOTHING = -0.0",
+        "_NOTHING = 0.0",
     ),
     mutation(
         "test_data_of_another_form_is_named",
@@ -354,8 +366,8 @@ SHOWN = [
     ),
     mutation(
         "test_buffers_follow_rank_0_behind_a_failed_backward",
-        "guarding/context.py",
-        "engine.buffers.forget_graphs()",
+        "nn/buffers.py",
+        "self._num_references[tensor] = _num_references(tensor)",
         "pass",
     ),
     mutation(

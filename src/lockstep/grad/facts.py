@@ -120,8 +120,7 @@ class Heard:
     The host copies them to its memory, doesn't wait, and looks at them in a later backward, when
     they have come; that is another one on each rank. A rank that has heard that one tells something
     tells that too. Ranks that tell read the facts, and wait for the device, until all ranks tell:
-    that is in the same backward for all of them. So the host waits in no other backward. Shown by
-    test_a_change_of_one_rank_alone_is_named_on_all.
+    that is in the same backward for all of them. So the host waits in no other backward.
 
     Attributes:
         is_told: Whether any rank is known to have told something, and not all ranks know of it.

@@ -386,6 +386,7 @@ class Reducer:
         """Launch the last bucket, with this rank's facts; ``tells``: it has one to tell others."""
         now = self._now
         if now.next_launch < len(self._buckets):
+            # Shown by test_a_change_of_one_rank_alone_is_named_on_all.
             now.is_to_tell = self._buckets[-1].heard.look() or tells
             self._launch()
 

@@ -82,7 +82,7 @@ class RowBucket(Bucket):
             self._mine = indices, rows if self.now.scale == 1 else rows * self.now.scale
             contents.renew_views(0, 1)
             # The rows stay the gradient until there is a mean: the memory has that of the last
-            # backward. Shown by test_a_hook_sees_the_rows_of_its_own_backward.
+            # backward.
 
     def show_local(self, inspect: Inspect) -> None:
         """Show this rank's gradient: all of it in the memory, or its rows."""

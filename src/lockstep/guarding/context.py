@@ -472,7 +472,6 @@ def _is_nested(optimizer: Optimizer) -> bool:
     """Whether a step of ``optimizer`` that runs has called the one that begins.
 
     By the calls that run: one that has raised is over, though no hook has told so.
-    Shown by test_an_update_that_has_raised_is_not_taken_again.
     """
     frame, calls = sys._getframe(), 0
     while (caller := frame.f_back) is not None:
