@@ -39,11 +39,11 @@ def wide(device: torch.device) -> nn.Linear:
 
 def allocated_by(run: Callable[[], object]) -> int:
     """How many bytes ``run`` has allocated on the GPU, those that are free again included."""
-    torch.accelerator.synchronize()
-    before = torch.accelerator.memory_stats(GPU)["allocated_bytes.all.allocated"]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats(GPU)["allocated_bytes.all.allocated"]
     run()
-    torch.accelerator.synchronize()
-    return torch.accelerator.memory_stats(GPU)["allocated_bytes.all.allocated"] - before
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats(GPU)["allocated_bytes.all.allocated"] - before
 
 
 class CountsCopies(TorchDispatchMode):
@@ -104,11 +104,11 @@ class TestMemory:
             model.zero_grad()
             parallel(x).sum().backward()
         model.zero_grad()
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated(GPU)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(GPU)
         parallel(x).sum().backward()
-        torch.accelerator.synchronize()
-        assert torch.accelerator.memory_allocated(GPU) - before < 1.5 * WEIGHT_BYTES
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated(GPU) - before < 1.5 * WEIGHT_BYTES
 
     def test_nothing_stays_when_it_is_gone(self) -> None:
         def use() -> None:
@@ -117,12 +117,12 @@ class TestMemory:
 
         use()  # what stays of it is the threads'
         gc.collect()
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated(GPU)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(GPU)
         use()
         gc.collect()
-        torch.accelerator.synchronize()
-        assert torch.accelerator.memory_allocated(GPU) - before < WEIGHT_BYTES / 2
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated(GPU) - before < WEIGHT_BYTES / 2
 
     @pytest.mark.parametrize("devices", [MIXED, [FIRST, "cpu"]], ids=str)
     def test_a_copy_on_another_device_is_renewed_after_changes_alone(self, devices: list) -> None:
