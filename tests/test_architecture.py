@@ -96,7 +96,7 @@ SHELVES = {
         "optim": 4_435,
         "checkpoint": 2_880,
         "resume": 2_135,
-        "guarding": 1_290,
+        "guarding": 1_292,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
         "values": BUDGET_OF_A_MODULE,

@@ -146,6 +146,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_embedding_bag_per_sample_weights_backward": "that of their weights",
         "_to_copy": "converts such a tensor: torch does so as it loads an optimizer's state",
     },
+    "torch.ops.aten.add.Tensor": {
+        "_schema": "whether a call returns anything",
+    },
     "torch._dynamo.eval_frame.OptimizedModule": {
         "_orig_mod": "the module that was compiled, whose keys a checkpoint has",
     },

@@ -26,8 +26,10 @@ _PLAIN = (
     *(FunctionType, MethodType, BuiltinFunctionType, type, partial, Enum),
     *(dist.ProcessGroup, logging.Logger),
 )
-# Attributes that are kept otherwise, or that no step makes wrong.
-_APART = ("state", "param_groups", "defaults", "step", "_opt_called", "_zero_grad_profile_name")
+# Attributes that are kept otherwise, or that no step makes wrong; and how torch's own ones begin,
+# behind an underscore.
+_APART = ("state", "param_groups", "defaults", "step")
+_OF_TORCH = ("optimizer_", "opt_called", "zero_grad_profile_name")
 
 
 class KeptOptimizer:
@@ -149,7 +151,7 @@ class KeptOptimizer:
 
 def _is_kept(name: str) -> bool:
     """Whether the attribute of that name is kept as it is."""
-    return name not in _APART and not name.startswith("_optimizer_")
+    return name not in _APART and not name.removeprefix("_").startswith(_OF_TORCH)
 
 
 def _refilled(value: Any, before: Any) -> Any:
