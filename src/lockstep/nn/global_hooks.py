@@ -99,6 +99,13 @@ def _look_later(_: Engine) -> None:
             _hang(hooks.register_module_forward_pre_hook, _before_forward)
 
 
+def _look_no_more() -> None:
+    """Leave out what no forward has looked for yet: a compiled one would warn of the hook."""
+    for engine in all_engines():
+        engine.is_to_look = False
+    _stop_looking()
+
+
 def _engines_of(module: nn.Module) -> list[Engine]:
     return [engine for engine in all_engines() if module in engine.modules]
 
@@ -107,6 +114,8 @@ def _engines_of(module: nn.Module) -> list[Engine]:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a new value of a buffer, which many modules set in each forward
+    if name == "_orig_mod":
+        _look_no_more()  # torch.compile() puts its own around the module
     is_torchs = isinstance(module, _TorchDDP) and not isinstance(module, Wrapper)
     if is_torchs and isinstance(value, nn.Module):
         _leave_to_torch(value)
