@@ -103,7 +103,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_040,
+        "observe": 6_140,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -186,12 +186,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     steps = "Record these steps alone, from 0; the last one is STOP - 1."
     run.option("--trace-steps FIRST:STOP", steps)
-    run.option(
-        "--baseline",
-        "With --trace: first take 30 steps on one rank, to tell how many times as fast the ranks "
-        "are. The script begins twice, and so do its files.",
-        action="store_true",
-    )
+    alone = "With --trace: first take 30 steps on one rank, to compare. The script begins twice."
+    run.option("--baseline", alone, action="store_true")
+    profiled = "With --trace: record three steps' operators, too, by torch.profiler."
+    run.option("--trace-operators", profiled, action="store_true")
     run.option(
         "--grace SECONDS",
         "How long ranks have to end by themselves, with a checkpoint say, once SIGTERM, SIGHUP or "
@@ -315,6 +313,7 @@ def _run(
     trace: str | None = None,
     trace_steps: str | None = None,
     baseline: bool = False,
+    trace_operators: bool = False,
     **options: Any,
 ) -> None:
     if check is not None:
@@ -328,10 +327,10 @@ def _run(
     if float64:
         raise BadLaunch("--float64 is for --check STEPS. Leave it out.")
     job = launcher.job_of(**options)
-    if trace is not None or trace_steps is not None or baseline:
+    if trace is not None or trace_steps is not None or baseline or trace_operators:
         from lockstep.observe import traced
 
-        job = traced(job, trace, trace_steps, baseline)
+        job = traced(job, trace, trace_steps, baseline, trace_operators)
     launcher.run_job(job)
 
 

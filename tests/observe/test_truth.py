@@ -279,7 +279,7 @@ def test_the_report_is_what_was_counted(tmp_path: Path, capsys: Any, name: str) 
     assert f"2 measured {in_three_digits(1e3 * taken)}" in told
     assert f"a step {in_three_digits(1e3 * taken)}" in told
     assert f"{size(found.gradient_bytes)} of gradients" in told
-    rungs = ladder(ranks, counted_of(steps), truth.batch)
+    rungs = ladder(ranks, counted_of(ranks, steps), truth.batch)
     assert rungs.ideal + sum(rung.seconds for rung in rungs.rungs) == pytest.approx(taken)
     assert in_words(found, rungs) in told
 

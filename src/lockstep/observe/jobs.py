@@ -19,12 +19,21 @@ from lockstep.printable import shown
 _BASELINE_STEPS = 30
 
 
+@contextmanager
 def _recording(
-    folder: Path, steps: tuple[int, int] | None, rank: int
-) -> AbstractContextManager[object]:
+    folder: Path, steps: tuple[int, int] | None, operators: bool, rank: int
+) -> Iterator[None]:
     from lockstep.observe.tracing import recording
 
-    return recording(folder, rank, steps)
+    with recording(folder, rank, steps) as rank_trace:
+        if not operators:
+            yield
+            return
+        from lockstep.observe.operators import recording_operators
+
+        first = 0 if steps is None else steps[0]
+        with recording_operators(first, lambda: rank_trace.step, rank_trace.put):
+            yield
 
 
 @contextmanager
@@ -54,7 +63,13 @@ def _explaining(rank: int) -> AbstractContextManager[object]:
     return explaining(rank)
 
 
-def traced(job: Job, folder: str | None, steps: str | None, baseline: bool = False) -> Job:
+def traced(
+    job: Job,
+    folder: str | None,
+    steps: str | None,
+    baseline: bool = False,
+    operators: bool = False,
+) -> Job:
     """Return ``job`` with all its ranks recorded in ``folder``.
 
     Args:
@@ -62,13 +77,15 @@ def traced(job: Job, folder: str | None, steps: str | None, baseline: bool = Fal
         folder: Where the trace goes.
         steps: The steps to record, as in ``"10:20"``; by default all.
         baseline: Whether to run some steps on one rank before, into ``folder/baseline``.
+        operators: Whether to record the operators of some steps.
 
     Raises:
         BadLaunch: If the folder can't be written to, ``steps`` aren't such numbers, or the run on
             one rank makes no sense or fails.
     """
     if folder is None:
-        option = "--trace-steps" if steps is not None else "--baseline"
+        option = "--baseline" if baseline else "--trace-operators"
+        option = option if steps is None else "--trace-steps"
         raise BadLaunch(f"{option} is for --trace DIR. Leave it out.")
     window = None
     if steps is not None:
@@ -87,7 +104,7 @@ def traced(job: Job, folder: str | None, steps: str | None, baseline: bool = Fal
         ) from error
     if baseline:
         _take_steps_alone(job, path / "baseline")
-    return job._replace(around=partial(_recording, path, window))
+    return job._replace(around=partial(_recording, path, window, operators))
 
 
 def _take_steps_alone(job: Job, folder: Path) -> None:

@@ -95,7 +95,7 @@ def baseline_of(folder: Path) -> Baseline | None:
     num_ranks = max(len(ranks), *(found.facts.get("world_size", 1) for found in ranks))
     if num_ranks > 1:
         raise TraceError(f"{folder}/baseline has a trace of {num_ranks} ranks, and one is needed.")
-    steps = counted_of(step_times(ranks))
+    steps = counted_of(ranks, step_times(ranks))
     computing = statistics.fmean(sum(each.phases[p] for p in COMPUTING) for [each] in steps)
     seconds = statistics.fmean(map(length, steps)) / 1e9
     threads = ranks[0].facts.get("threads")

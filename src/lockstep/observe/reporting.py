@@ -14,6 +14,7 @@ from lockstep.folders import new_text
 from lockstep.observe.analysis import PHASES, StepTimes, step_times
 from lockstep.observe.compare import Run, compared
 from lockstep.observe.ladder import Ladder, baseline_of, ladder
+from lockstep.observe.operators import operators
 from lockstep.observe.page import page, rows_of
 from lockstep.observe.predict import parse_network, predict
 from lockstep.observe.quantities import duration, in_three_digits, size, that_add_up
@@ -52,7 +53,7 @@ class _Read(NamedTuple):
 def _read(path: Path) -> _Read:
     ranks = read_folder(path)
     steps = step_times(ranks)
-    counted, samples = counted_of(steps), global_batch(ranks)
+    counted, samples = counted_of(ranks, steps), global_batch(ranks)
     rungs = ladder(ranks, counted, samples, baseline_of(path))
     return _Read(ranks, steps, rate(ranks, counted), samples, rungs)
 
@@ -78,7 +79,7 @@ def report(
     ranks, steps, pace, samples, rungs = _read(path)
     beside = None if other is None else _beside(Path(folder), path, Run("", rungs, pace, samples))
     found = summary(ranks, steps)
-    counted = counted_of(steps)
+    counted = counted_of(ranks, steps)
     columns, rows = _where(ranks, counted)
     words, facts = in_words(found, rungs), _facts(found, pace, samples)
     sections = [
@@ -86,6 +87,7 @@ def report(
         throughput(pace),
         waiting(counted),
         loaders(ranks, counted),
+        operators(ranks),
         memory(ranks),
         scaling(predict(ranks, counted, given, samples), ranks, samples, rungs.one_rank),
     ]

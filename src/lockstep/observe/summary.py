@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from lockstep.observe.analysis import PHASES, StepTimes, union
+from lockstep.observe.columns import Chosen
 from lockstep.observe.records import LoaderUse, RankSpans, slowest_loader
 
 # A rank is late if the others wait for it at least this part of the time, and longer than for any
@@ -118,9 +119,18 @@ def _collective_bytes(found: RankSpans, steps: Collection[int]) -> int:
     return sum(wait.num_bytes for wait in waits)
 
 
-def counted_of(steps: Sequence[Sequence[StepTimes]]) -> Sequence[Sequence[StepTimes]]:
-    """Return the steps without the first one, which is like no other, if there are enough."""
-    return steps[1:] if len(steps) > 2 else steps
+def counted_of(
+    ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]
+) -> Sequence[Sequence[StepTimes]]:
+    """Return the steps without the first one, which is like no other, if there are enough.
+
+    Without those, too, in which operators were recorded, and the one in which that ended.
+    """
+    counted = steps[1:] if len(steps) > 2 else steps
+    facts = [found.facts for found in ranks if "operators" in found.facts]
+    slow = {n for each in facts for n in range(each["first"], each["first"] + each["profiled"] + 1)}
+    places = [p for p, each in enumerate(counted) if each[0].step not in slow] if slow else []
+    return Chosen(counted, places) if places else counted
 
 
 def _evaluations(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Evaluations:
@@ -138,7 +148,7 @@ def _evaluations(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]
 
 def summary(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> Summary:
     """Return what the report begins with."""
-    counted = counted_of(steps)
+    counted = counted_of(ranks, steps)
     lengths, numbers = array("d"), set[int]()
     sums, phases = Counter[str](), Counter[str]()
     between = Counter[tuple[str, str]]()

@@ -139,6 +139,17 @@ def _are_whole(value: Any) -> bool:
     return type(value) is dict and all(map(_is_whole, value.values()))
 
 
+def _are_operators(value: Any) -> bool:
+    """Whether it is phases, names, calls and nanoseconds."""
+    checks = (_is_text, _is_text, _is_count, _is_whole)
+    return type(value) is list and all(
+        type(row) is list
+        and len(row) == len(checks)
+        and all(check(each) for check, each in zip(checks, row, strict=True))
+        for row in value
+    )
+
+
 def _are_numbers(value: Any) -> bool:
     return type(value) is dict and all(
         type(each) is float or (type(each) is int and abs(each) < _MOST_TIME)
@@ -163,6 +174,11 @@ _BUCKET: dict[str, Check] = {
     "index": _is_whole,
     "hooked": _is_flag,
     "deferred": _is_flag,
+}
+_OPERATORS: dict[str, Check] = {
+    "operators": _are_operators,
+    "first": _is_whole,
+    "profiled": _is_count,
 }
 _RANK: dict[str, Check] = {
     "rank": _is_whole,
@@ -252,6 +268,8 @@ class _Reader:
         elif "loader" in found:
             facts = _checked(found, _LOADER, 4)
             self._loaders[_below(facts.pop("loader"), MOST_LOADERS)] = facts
+        elif "operators" in found:
+            self._facts |= _checked(found, _OPERATORS, 3)
         elif "bucket" in found:
             self._take_bucket(_checked(found, _BUCKET, 3))
         else:
@@ -348,4 +366,4 @@ def _checked(found: Any, checks: Mapping[str, Check], num_needed: int) -> dict[s
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
-    return [printable(each) for each in value] if isinstance(value, list) else value
+    return [*map(_printable, value)] if isinstance(value, list) else value

@@ -155,7 +155,7 @@ class _RankTrace:
         self._memory_noted_at = 0
         self._device = torch.device("cpu")
         self.thread = threading.get_ident()  # the program's own
-        self._put(
+        self.put(
             {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot_id()}
         )
 
@@ -164,7 +164,8 @@ class _RankTrace:
         self._spool.empty()
         self._has_started = True
 
-    def _put(self, facts: dict[str, Any]) -> None:
+    def put(self, facts: dict[str, Any]) -> None:
+        """Note facts, in a line of their own."""
         self._lines.append((json.dumps(facts),))
 
     def join(self, world: World) -> None:
@@ -179,7 +180,7 @@ class _RankTrace:
             facts |= measure_offset(world.process_group)._asdict()
         else:
             facts |= Offset(0, 0)._asdict()
-        self._put(facts)
+        self.put(facts)
         self.write()
 
     def write(self) -> None:
@@ -194,7 +195,7 @@ class _RankTrace:
         if self._is_on:
             facts = {"step": self.step, "time": spans.now()}
             for some in in_lines(values):
-                self._put({**facts, "log": some})
+                self.put({**facts, "log": some})
 
     def batch(self, loader: object, num_samples: int) -> None:
         thread = threading.get_ident()
@@ -228,7 +229,7 @@ class _RankTrace:
         former, number = self._alike_loaders.get(alike, (None, 0))
         if former is None or former() is not None:
             number = min(next(self._loader_numbers), MOST_LOADERS - 1)
-            self._put({"loader": number, **facts._asdict()})
+            self.put({"loader": number, **facts._asdict()})
         try:
             reference: Callable[[], object] = weakref.ref(same)
         except TypeError:
@@ -302,7 +303,7 @@ class _RankTrace:
             facts = {"bucket": number, "bytes": bucket.num_bytes, "index": index}
             kinds = {"hooked": bucket.is_hooked, "deferred": bucket.is_deferred}
             for some in in_lines(dict.fromkeys(names)):
-                self._put({**facts, "parameters": [*some], **kinds})
+                self.put({**facts, "parameters": [*some], **kinds})
         self._contents[contents] = weakref.ref(bucket), number
         return number
 
@@ -324,7 +325,7 @@ class _RankTrace:
         if now - self._memory_noted_at >= _MEMORY_INTERVAL_NS:
             self._memory_noted_at = now
             facts["memory"] = memory_in_use(self._device)
-        self._put(facts)
+        self.put(facts)
 
 
 def _same(loader: object) -> object:
