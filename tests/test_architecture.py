@@ -83,7 +83,7 @@ SHELVES = {
         "comm": 6_305,
         "world": 2_860,
         "grad": 3_510,
-        "nn": 8_370,
+        "nn": 8_375,
         "launcher": 6_240,
         "train": BUDGET_OF_A_MODULE,
     },
@@ -103,7 +103,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_140,
+        "observe": 6_235,
         "check": 2_800,
         "bench": 800,
         "demo": 400,
