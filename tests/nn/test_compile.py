@@ -53,21 +53,17 @@ def test_a_compiled_model(compiled: Callable[..., nn.Module], backend: str) -> N
     check_compiled(compiled, backend)
 
 
-STEPPED_BEFORE = """
-import warnings
-import torch, lockstep
-warnings.simplefilter("error")
-lockstep.init()
-model = lockstep.parallelize(torch.nn.Linear(3, 2))
-model(torch.ones(2, 3)).sum().backward()
-torch.compile(torch.nn.Linear(3, 2), backend="eager")(torch.ones(2, 3))
-"""
+def test_a_step_before_has_no_hook_of_which_compiled_modules_warn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo.eval_frame, "cached_backends", {})  # nothing has compiled
 
+    def body(_: lockstep.World) -> None:
+        model = lockstep.parallelize(nn.Linear(3, 2))
+        model(torch.ones(2, 3)).sum().backward()
+        torch.compile(nn.Linear(3, 2), backend="eager")(torch.ones(2, 3))
 
-def test_a_step_before_has_no_hook_of_which_compiled_modules_warn(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(STEPPED_BEFORE)
-    command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "program.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    lockstep.launch(body, 2, ranks="threads")
 
 
 @pytest.mark.long
