@@ -52,4 +52,4 @@ def run(folder: Path, body: str, size: int = 2, prefix: tuple[str, ...] = ()) ->
     program = _PRELUDE + textwrap.dedent(body) + _POSTLUDE
     arguments = [sys.executable, "-c", program, str(folder), str(size)]
     done = subprocess.run([*prefix, *arguments], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

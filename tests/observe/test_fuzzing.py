@@ -148,6 +148,7 @@ def longer(path: Path, times: int) -> str:
     return "\n".join([*facts, *(later(line, n) for n in range(times) for line in lines), ""])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_report_takes_at_most_twice_the_trace_in_memory(
     num_ranks: int, trace: Path, tmp_path: Path
@@ -203,24 +204,29 @@ def _crafted(kind: str, number: int) -> bytes:
     }[kind]
 
 
+@pytest.mark.parametrize("number", [4_000, pytest.param(30_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "kind",
     [
         "lists",
-        "names",
         "names of values",
-        "steps",
-        "buckets",
         "loaders",
         "iterations",
-        "threads",
         "wide columns",
-        "spans of a step",
-        "open spans",
-        "buckets of a step",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in (
+                "names",
+                "steps",
+                "buckets",
+                "threads",
+                "spans of a step",
+                "open spans",
+                "buckets of a step",
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("number", [4_000, pytest.param(30_000, marks=pytest.mark.long)])
 def test_crafted_lines_take_no_more_memory_than_others(
     kind: str, number: int, trace: Path, tmp_path: Path
 ) -> None:
