@@ -65,6 +65,7 @@ bench: .venv/ready  ## Time collectives, steps and start-up, side by side with t
 	$(BIN)/lockstep run -n 2 -m benchmarks.steps --json .steps.json
 	$(BIN)/python -m benchmarks.history .steps.json && rm .steps.json
 	$(BIN)/lockstep run -n 2 -m benchmarks.optimizers
+	$(BIN)/lockstep run -n 2 -m benchmarks.embeddings
 	for n in 1 2 4; do $(BIN)/lockstep run -n $$n -m benchmarks.checkpoint; done
 	$(BIN)/lockstep run -n 2 -m benchmarks.loader
 	$(BIN)/lockstep run -n 2 -m benchmarks.trace

@@ -19,12 +19,13 @@ from lockstep.demo import ConvNet
 
 
 class Workload(NamedTuple):
-    """A model, a rank's batch for a step, and the loss."""
+    """A model, a rank's batch for a step, the loss, and how many batches take turns."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    num_batches: int = 1
 
 
 class SmallLayers(nn.Module):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -108,9 +109,10 @@ def reducer_by_hand(model: nn.Module, group: dist.ProcessGroup) -> Callable[[], 
 def stepper(workload: Workload, contender: Contender, rank: int) -> Callable[[], None]:
     model, optimizer, after_backward = contender
     torch.manual_seed(rank)
-    inputs, targets = workload.batch(rank)
+    batches = itertools.cycle([workload.batch(rank) for _ in range(workload.num_batches)])
 
     def step() -> None:
+        inputs, targets = next(batches)
         optimizer.zero_grad()
         workload.loss(model(inputs), targets).backward()
         after_backward()
