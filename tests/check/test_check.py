@@ -149,6 +149,7 @@ def test_checkpoints_of_real_runs_are_left_alone(
     assert lockstep.load(tmp_path / "run", step=0) == {"step": 7}
 
 
+@pytest.mark.long
 def test_a_program_that_fails_is_reported_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("raise ValueError('of the program')\n")

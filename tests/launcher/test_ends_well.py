@@ -244,6 +244,7 @@ def test_signal_that_no_rank_expects_yet_is_kept_for_those_that_are_started_agai
     ended(run, signal.SIGUSR1)
 
 
+@pytest.mark.long
 def test_checkpoint_of_the_launcher_that_cant_be_written_is_told(bench: Bench) -> None:
     training = Training(bench, "plain", 0, 1, 100)
     run = training.paused(*RESTARTS, "--grace", "0", pause="evaluation:7:0")

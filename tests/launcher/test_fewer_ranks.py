@@ -46,6 +46,7 @@ def total() -> int:
     return found
 
 
+@pytest.mark.long
 def test_fewer_ranks_go_on_from_the_step_with_the_same_batches(bench: Bench) -> None:
     done = bench.run("run", "-n", "1:3", "--restarts", 1, bench.script(SUMS), "run", 1)
     assert done.returncode == 0, done.stderr

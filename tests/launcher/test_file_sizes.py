@@ -114,6 +114,7 @@ def test_a_full_store_is_dropped(bench: Bench) -> None:
     assert (done.returncode, done.stdout) == (0, "dropped\n"), done.stderr
 
 
+@pytest.mark.long
 def test_training_leaves_room_in_the_store(bench: Bench) -> None:
     """What ranks tell each other of each 64th step is left out beyond half of the limit."""
     done = run(bench, TRAIN)

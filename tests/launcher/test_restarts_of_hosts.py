@@ -139,6 +139,7 @@ def test_a_rank_that_is_killed_on_one_host_costs_no_bit_on_both(bench: Bench, ho
         assert "(SIGKILL); all go on from step 8." in err
 
 
+@pytest.mark.long
 def test_host_that_is_killed_whole_may_come_back(bench: Bench) -> None:
     hosts = TwoHosts(bench, "sharded")
     expected = hosts.undisturbed()

@@ -276,7 +276,7 @@ def test_a_frozen_table_is_the_same_on_all_ranks() -> None:
     check_same(run_ranks(2, body), expected)
 
 
-@pytest.mark.parametrize("is_run_before", [False, True])
+@pytest.mark.parametrize("is_run_before", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [

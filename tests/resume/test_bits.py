@@ -38,8 +38,8 @@ def check_failed(ended: Ended) -> None:
 @pytest.mark.parametrize(
     ("kind", "backend", "size"),
     [
-        ("plain", "shm", 2),
         ("sharded", "gloo", 2),
+        pytest.param("plain", "shm", 2, marks=long),
         pytest.param("sharded", "shm", 3, marks=long),
         pytest.param("adam", "gloo", 2, marks=long),
         # Gloo's sums of four depend on where an element is among the others.

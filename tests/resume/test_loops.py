@@ -390,6 +390,7 @@ class WithExpert(nn.Module):
         return self.first(self.second(x)) + self.expert(x)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_whose_model_has_a_part_that_is_parallel_over_some_ranks(
     tmp_path: Path,
 ) -> None:
