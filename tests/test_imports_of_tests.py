@@ -19,7 +19,7 @@ from tests.source import (
 # Tests that import inner modules of another package than their own, and why; the list only shrinks.
 STILL_INSIDE = {
     "launcher/test_without_memfd.py world.rendezvous": "meets within one process, without files",
-    "nn/test_row_gradients.py grad.row_tables": "tables of a test are small",
+    "nn/tables.py grad.row_bucket": "tables of a test are small",
     "nn/test_several_models.py grad.facts": "what is reduced is counted, facts included",
     "observe/test_fuzzing.py launcher.live": "draws pages of ranks that anybody may have written",
     "optim/test_deferred_errors.py comm.shared_buffers": "lets one rank lack memory, or fail there",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import copy
 import dataclasses
-import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from lockstep.arguments import as_finite_number, check_not_divided, refusal
 from lockstep.comm import (
     SingleRankGroup,
     all_gather,
-    all_gather_bytes,
+    all_gather_json,
     check_same_facts,
     device_of_facts,
     flattened,
@@ -87,7 +86,7 @@ def reduce(
         facts = {"op": repr(op)} | {path: _fact(leaf) for path, leaf in local.items()}
     except (OverflowError, TypeError, ValueError) as error:
         refused, facts = error, {"op": f"refused ({error})"}
-    by_rank = [*map(json.loads, all_gather_bytes(group, json.dumps(facts).encode(), device))]
+    by_rank = all_gather_json(group, facts, device)
     if refused is not None:
         raise refused
     first_dim = int(op == "cat")
@@ -120,8 +119,7 @@ def gather_all_tensors(result: Tensor, group: dist.ProcessGroup | None = None) -
     """
     ranks, device = ranks_of_call("gather_all_tensors", group)
     local = {"result": result.detach().to(device)}
-    facts = json.dumps({"result": _fact(local["result"])})
-    by_rank = [*map(json.loads, all_gather_bytes(ranks, facts.encode(), device))]
+    by_rank = all_gather_json(ranks, {"result": _fact(local["result"])}, device)
     gathered = [theirs["result"].to(result.device) for theirs in _all_values(ranks, local, by_rank)]
     gathered[ranks.rank()] = result
     filled = [tensor for tensor in gathered if tensor.shape != (0,)]

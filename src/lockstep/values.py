@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.arguments import as_whole_number, check_flag, refusal
 from lockstep.comm import (
-    all_gather_bytes,
+    all_gather_json,
     broadcast_tensors,
     bytes_of,
     check_same_facts,
@@ -115,8 +115,7 @@ def broadcast(
         facts = {"call": "broadcast", "src": src, "allow_pickle": bool(allow_pickle)}
     except Exception as error:  # what pickle raises may be of any class
         refused, facts = error, {"call": f"refused ({error})"}
-    payload = json.dumps(facts | {"bytes": len(content)}).encode()
-    by_rank = [json.loads(each) for each in all_gather_bytes(group, payload, device)]
+    by_rank = all_gather_json(group, facts | {"bytes": len(content)}, device)
     if refused is not None:
         raise refused
     num_bytes = [told.pop("bytes", 0) for told in by_rank]  # of one rank alone there are any

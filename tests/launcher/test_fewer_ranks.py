@@ -9,8 +9,7 @@ import pytest
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, job_of
 from lockstep.launcher.attempts import Attempts
-from lockstep.launcher.exit_codes import DONT_START_AGAIN
-from lockstep.launcher.restarts import Incident, Record, Verdict
+from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Record, Verdict
 from lockstep.launcher.zygote import Attempt, NoRoom
 from tests.launcher.bench import Bench, lines_of
 

@@ -19,8 +19,7 @@ import pytest
 import lockstep
 from lockstep.errors import BadLaunch, LaunchError, RankFailed
 from lockstep.launcher import START_AGAIN, Job, processes, zygote
-from lockstep.launcher.exit_codes import DONT_START_AGAIN
-from lockstep.launcher.restarts import Incident, Record, Verdict
+from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Record, Verdict
 from lockstep.launcher.watch import Watch
 from tests.launcher.bench import Bench, lines_of
 from tests.waiting import until

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.same_bits import shards_of
-from lockstep.same_bits.tree import Node, cover, fold, inner_nodes, split
+from lockstep.same_bits.sums import Node, cover, fold, inner_nodes, split
 
 
 def text_of(root: Node, values: dict[Node, str]) -> str:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from lockstep.errors import BackendUnavailable
-from lockstep.world.nccl import check_nccl_interfaces
+from lockstep.world.network import check_nccl_interfaces
 
 LOCAL = {
     "127.0.0.1": "lo",

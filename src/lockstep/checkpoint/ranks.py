@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep import errors
 from lockstep.comm import (
     ALONE,
-    all_gather_bytes,
+    all_gather_json,
     device_of_facts,
     differing_facts,
     global_rank,
@@ -47,8 +47,7 @@ class Ranks:
         happened, and on the others as one of the same class, if that is about checkpoints.
         """
         text = None if error is None else [type(error).__name__, str(error)]
-        payload = json.dumps([text, value]).encode()
-        answers = [*map(json.loads, all_gather_bytes(self.group, payload, self._device))]
+        answers = all_gather_json(self.group, [text, value], self._device)
         if error is not None:
             error.add_note(f"(rank {self.rank} of {self.size})")
             raise error

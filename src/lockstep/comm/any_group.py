@@ -1,4 +1,4 @@
-"""Collectives through a process group of any kind, and the group of a single rank.
+"""Collectives through a process group of any kind.
 
 All of them raise CollectiveFailed if a rank is lost, or doesn't come in time. They call the group's
 own methods, not the functions of ``torch.distributed``: a group need not be in torch's registry.
@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -211,11 +211,11 @@ def differing_facts(
         facts: What JSON can keep; dictionaries differ if their order does.
         device: One whose tensors the group can carry.
     """
-    payload = json.dumps(facts).encode()
     device = device or device_of_facts(group)
-    if have_same(group, payload, device):
+    if have_same(group, json.dumps(facts).encode(), device):
         return []
-    return [json.loads(theirs) for theirs in all_gather_bytes(group, payload, device)]
+    found: list[Any] = all_gather_json(group, facts, device)
+    return found
 
 
 def check_same_facts(
@@ -275,6 +275,16 @@ def all_gather_bytes(group: ProcessGroup, payload: bytes, device: torch.device) 
     return [bytes(bytes_of(part)[: int(length)]) for part, length in pairs]
 
 
+def all_gather_json(group: ProcessGroup, value: object, device: torch.device | None = None) -> Any:
+    """Return a list of every rank's ``value``, which JSON can keep, in rank order.
+
+    All ranks must call it; it blocks. The group can carry tensors of ``device``.
+    """
+    payload = json.dumps(value).encode()
+    by_rank = all_gather_bytes(group, payload, device or device_of_facts(group))
+    return [*map(json.loads, by_rank)]
+
+
 def all_gather_rows(group: ProcessGroup, *tensors: Tensor) -> list[list[Tensor]]:
     """Return every rank's ``tensors``, in rank order, all of which have as many rows on a rank.
 
@@ -285,6 +295,23 @@ def all_gather_rows(group: ProcessGroup, *tensors: Tensor) -> list[list[Tensor]]
     padded = (torch.cat([t, t.new_zeros(most - len(t), *t.shape[1:])]) for t in tensors)
     gathered = [all_gather(group, each) for each in padded]
     return [[each[rank][: int(count)] for each in gathered] for rank, count in enumerate(counts)]
+
+
+def all_to_all(
+    group: ProcessGroup,
+    received: Tensor,
+    incoming: Sequence[int],
+    sent: Tensor,
+    outgoing: Sequence[int],
+) -> None:
+    """Send part ``r`` of ``sent`` to rank ``r``, and receive one of each rank, in rank order.
+
+    Every rank must call it; it blocks. Both tensors have one dimension; ``incoming`` and
+    ``outgoing`` are the sizes of their parts.
+    """
+    options = dist.AllToAllOptions()
+    start = partial(group.alltoall_base, received, sent, [*incoming], [*outgoing], options)
+    Started(group, "all_to_all", start, sent.nbytes).wait()
 
 
 def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, int]:
@@ -432,69 +459,3 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
             chunks[-1].append(tensor)
             room -= tensor.nbytes
     return chunks
-
-
-class SingleRankGroup:
-    """A group of one rank, for code that needs a process group in any case."""
-
-    _device_types = (torch.device("cpu"),)  # of what it is given to tell others
-
-    def rank(self) -> int:
-        """The rank."""
-        return 0
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1
-
-    def allreduce(self, tensors: Sequence[Tensor], options: object = None) -> _Done:
-        """Leave ``tensors`` as they are."""
-        return _Done(tensors)
-
-    broadcast = allreduce
-
-    def allgather(
-        self,
-        gathered: Sequence[Sequence[Tensor]],
-        tensors: Sequence[Tensor],
-        options: object = None,
-    ) -> _Done:
-        """Copy the tensor."""
-        gathered[0][0].copy_(tensors[0])
-        return _Done(gathered[0])
-
-    def _allgather_base(self, gathered: Tensor, tensor: Tensor, options: object = None) -> _Done:
-        return _Done([gathered.copy_(tensor)])
-
-
-ALONE = SingleRankGroup()  # has no state
-
-
-class _Done:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [*tensors]
-
-    def wait(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
-        future = torch.futures.Future[list[Tensor]](devices=[*devices])
-        future.set_result(self._tensors)
-        return future
-
-
-@contextlib.contextmanager
-def default_group() -> Iterator[None]:
-    """Let torch.distributed have a default group: of this rank alone, if it has none.
-
-    For functions of the program that call collectives, such as communication hooks.
-    """
-    is_alone = not dist.is_initialized()
-    if is_alone:
-        dist.group.WORLD = SingleRankGroup()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if is_alone:
-            dist.group.WORLD = None

@@ -19,10 +19,9 @@ from torch.utils.data import (
 )
 
 from lockstep.comm import bytes_of
-from lockstep.data.dataset_generators import generators_in
+from lockstep.data.dataset_generators import RandomState, generators_in
 from lockstep.data.faults import add_note, samples_in_words
 from lockstep.data.order import Order
-from lockstep.data.random_state import RandomState
 from lockstep.errors import SplitError
 from lockstep.generators import Generator, global_generators, mixed
 from lockstep.same_bits import exclusive

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from lockstep.comm import all_gather_bytes, any_rank, device_of_facts
+from lockstep.comm import all_gather_json, any_rank
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
+from lockstep.data.dataset_generators import RandomState
 from lockstep.data.faults import add_note
-from lockstep.data.random_state import RandomState
 from lockstep.data.self_sharding import (
     NUM_PROBED,
     Shard,
@@ -228,8 +227,7 @@ def _first_answers(
     shards = [Shard(*answer.shard) for answer in first]
     if group is None:
         return first, [shards]
-    local_facts = json.dumps([fingerprint.of_dataset(dataset), shards]).encode()
-    by_rank = [*map(json.loads, all_gather_bytes(group, local_facts, device_of_facts(group)))]
+    by_rank = all_gather_json(group, [fingerprint.of_dataset(dataset), shards])
     is_same = len({checksum for checksum, _ in by_rank}) == 1
     return first, [[Shard(*s)._replace(is_same=is_same) for s in theirs] for _, theirs in by_rank]
 

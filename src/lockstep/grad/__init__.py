@@ -1,6 +1,6 @@
 """Gradients: how they are assigned to buckets, and how buckets are reduced over the ranks."""
 
-from lockstep.grad.assign import MIB, assign_buckets
+from lockstep.grad.arrangement import MIB, assign_buckets
 from lockstep.grad.bucket import without_autograd
 from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.contents import Contents

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from lockstep import spans
 from lockstep.comm import mean_divisor
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
-from lockstep.grad.arrangement import Assigned, assigned_for, make_buckets
-from lockstep.grad.assign import FIRST_BUCKET_BYTES
+from lockstep.grad.arrangement import FIRST_BUCKET_BYTES, Assigned, assigned_for, make_buckets
 from lockstep.grad.bucket import Bucket, Inspect, without_autograd
 from lockstep.grad.comm_hook import CommHook
 from lockstep.grad.diagnostics import GradientLog, failed_elsewhere, late_gradient, naming
 from lockstep.grad.facts import Flags
 from lockstep.grad.one_pass import AWAITED, READY, UNUSED, Launching, Phase, ReducerPass, Result
-from lockstep.grad.row_tables import RowTables
+from lockstep.grad.row_bucket import RowTables
 from lockstep.grad.rows import hooked_rows, mean_of_rows
 from lockstep.grad.table import GradientOrder, GradientTable
 from lockstep.grad.unsummed import UnsummedBucket

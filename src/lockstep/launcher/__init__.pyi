@@ -1,4 +1,3 @@
-from .exit_codes import START_AGAIN as START_AGAIN
 from .failures import Outcome as Outcome
 from .failures import is_users_file as is_users_file
 from .job import Job as Job
@@ -9,6 +8,7 @@ from .job import num_cores as num_cores
 from .job import whole_number as whole_number
 from .last_snapshot import WrittenOut as WrittenOut
 from .live import state_in_words as state_in_words
+from .restarts import START_AGAIN as START_AGAIN
 from .snapshot_memory import SnapshotHeader as SnapshotHeader
 from .snapshot_memory import SnapshotMemory as SnapshotMemory
 from .snapshot_memory import newest_step as newest_step

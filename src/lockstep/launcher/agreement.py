@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from lockstep.deadline import Deadline
 from lockstep.entries import MOST_WORDS, value_in
-from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Outcome, first_failure
+from lockstep.launcher.restarts import START_AGAIN
 from lockstep.printable import signal_name
 from lockstep.world import has_ended
 

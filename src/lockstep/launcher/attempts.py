@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.exit_codes import DONT_START_AGAIN, START_AGAIN
 from lockstep.launcher.failures import Ended, Outcome
 from lockstep.launcher.hosts import Host
 from lockstep.launcher.job import Job
@@ -17,7 +16,14 @@ from lockstep.launcher.last_snapshot import WrittenOut, with_last_snapshot, writ
 from lockstep.launcher.live import Live
 from lockstep.launcher.output import Console, open_log_files
 from lockstep.launcher.rank_process import kill_ranks, none_ended
-from lockstep.launcher.restarts import Decision, Incident, Record, Verdict
+from lockstep.launcher.restarts import (
+    DONT_START_AGAIN,
+    START_AGAIN,
+    Decision,
+    Incident,
+    Record,
+    Verdict,
+)
 from lockstep.launcher.snapshot_memory import SnapshotMemory, newest_step
 from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch

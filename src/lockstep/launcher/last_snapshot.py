@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.deadline import Deadline
-from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Outcome
 from lockstep.launcher.interpreter import command_of
+from lockstep.launcher.restarts import START_AGAIN
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # until a process is left that SIGKILL doesn't end, as on a disk that hangs

@@ -15,10 +15,10 @@ from functools import partial
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Failure, Outcome, RankEnded, Silent, how
 from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
+from lockstep.launcher.restarts import START_AGAIN
 from lockstep.launcher.starting import StartOfMany
 from lockstep.status import RunStatus
 

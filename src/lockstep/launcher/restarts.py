@@ -1,4 +1,8 @@
-"""Whether ranks that have failed are started again: a pure function of all failures so far."""
+"""Whether ranks that have failed are started again: a pure function of all failures so far.
+
+Exit codes tell a scheduler the same of a run. 0 means done; all but those below are those of the
+rank that failed first, or 128 and the number of a signal.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,12 @@ from typing import NamedTuple
 
 from lockstep.entries import MOST_WORDS, value_in
 
+# Stopped and saved: the same command goes on from there. A rank that ends with it has been asked to
+# stop, and has saved. It is EX_TEMPFAIL of <sysexits.h>.
+START_AGAIN = 75
+# The ranks were started again as often as they may, and failed alike at the same place each time,
+# or the program never began.
+DONT_START_AGAIN = 76
 # Numbers in an error's message, such as addresses, may differ where the cause is the same.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 

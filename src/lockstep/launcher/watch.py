@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.launcher import processes
-from lockstep.launcher.exit_codes import START_AGAIN
 from lockstep.launcher.failures import Failure, Outcome, failure_outcome
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job
 from lockstep.launcher.output import Console
@@ -26,6 +25,7 @@ from lockstep.launcher.processes import (
     after_signal,
 )
 from lockstep.launcher.rank_process import RankProcess
+from lockstep.launcher.restarts import START_AGAIN
 from lockstep.launcher.starting import StartOfMany
 from lockstep.printable import signal_name
 

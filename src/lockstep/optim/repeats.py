@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm import bytes_of, device_of_facts, global_rank, sum_at
+from lockstep.comm import all_gather_json, bytes_of, device_of_facts, global_rank, sum_at
 from lockstep.grad import name_of
 from lockstep.optim.blocks import Piece
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
@@ -30,7 +30,6 @@ from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
 from lockstep.optim.shard import LocalGroup, Shard
 from lockstep.optim.state import decoded, encoded, put_state
-from lockstep.optim.uneven import gather_json
 from lockstep.optim.whole import WholeParameter
 from lockstep.world import is_capturing
 
@@ -213,7 +212,7 @@ class Repeats:
             together[flat.group].append(flat)
         for process_group, of_ranks in together.items():
             machine = _machine(of_ranks[0].parameters[0].device)
-            found = gather_json(
+            found = all_gather_json(
                 process_group, [machine, [_choose(flat, groups) for flat in of_ranks]]
             )
             pairs = self._pairs[process_group] = []
@@ -313,7 +312,7 @@ class Repeats:
             if pair.shard is not None and pair.repeated is None
         }
         found: dict[str, Any] = {}
-        for each in gather_json(process_group, local):
+        for each in all_gather_json(process_group, local):
             found |= each
         for index, pair in due:
             pair.follow(found[str(index)])
@@ -321,7 +320,7 @@ class Repeats:
     def _told(self, process_group: dist.ProcessGroup, pairs: Sequence[_Pair]) -> str:
         """Compare the updates themselves, whose digests differ. Every rank must call it."""
         local = [encoded({"updated": pair.updated} if pair.shard else {}) for pair in pairs]
-        told = gather_json(process_group, [numbers_of(self._optimizer), local])
+        told = all_gather_json(process_group, [numbers_of(self._optimizer), local])
         numbers, updates = zip(*told, strict=True)
         for pair, *each in zip(pairs, *updates, strict=True):
             found = {rank: decoded(its).get("updated") for rank, its in enumerate(each)}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import Announced, add_update, join_state_of, uncompiled
+from lockstep.comm import Announced, add_update, all_gather_json, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, ModelError
 from lockstep.grad import ScatteredBucket, lacks_gradient
 from lockstep.nn import finish_failed, refresh_engines_of
@@ -29,7 +29,7 @@ from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state
 from lockstep.optim.shard import GroupsByShard, LocalGroup, Shard
 from lockstep.optim.state import LocalState, local_states, stand_ins
-from lockstep.optim.uneven import gather_json, take_gradients, take_options
+from lockstep.optim.uneven import take_gradients, take_options
 
 _PROGRESS = {
     Progress.BEFORE: "they are still those of the step before.",
@@ -475,7 +475,7 @@ class Sharding:
         self._division.set_state({parameters.get(key, key): value for key, value in state.items()})
         # A state dict in parts may have none of this rank's parameters, and yet some of others'.
         for process_group in self._numbers:
-            if any(gather_json(process_group, len(state))):
+            if any(all_gather_json(process_group, len(state))):
                 self._division.state.set_marked(True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from lockstep.comm import all_gather_bytes, all_gather_in_place, bytes_of
+from lockstep.comm import all_gather_in_place, all_gather_json, bytes_of
 from lockstep.optim.divided import State
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.partial import elements_from
@@ -65,16 +66,15 @@ def gather_state(
                     others[name] = value
             indices = [piece.parameter for piece in shard.pieces]
             local.append((indices, encoded(parts), encoded(others)))
-    payload, device = json.dumps(local).encode(), flat.parameters[0].device
     found: dict[int, State] = {}
     # State by element: index of the parameter, name and dtype.
     divided: set[tuple[int, Any, str]] = set()
-    for answer in all_gather_bytes(flat.group, payload, device):
-        for indices, encoded_parts, encoded_others in json.loads(answer):
-            parts = decoded(encoded_parts)
-            divided |= {(index, *part) for index in indices for part in parts.items()}
-            for index in indices:
-                found.setdefault(index, dict.fromkeys(parts) | decoded(encoded_others))
+    by_rank = all_gather_json(flat.group, local, flat.parameters[0].device)
+    for indices, encoded_parts, encoded_others in itertools.chain(*by_rank):
+        parts = decoded(encoded_parts)
+        divided |= {(index, *part) for index in indices for part in parts.items()}
+        for index in indices:
+            found.setdefault(index, dict.fromkeys(parts) | decoded(encoded_others))
     # Under one name, parameters may have state of several dtypes, as of eight bits if they are big.
     for name, dtype in sorted({part[1:] for part in divided}, key=repr):
         memory = flat.new_memory(getattr(torch, dtype))

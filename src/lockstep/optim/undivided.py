@@ -10,11 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.comm import join_state_of, uncompiled
+from lockstep.comm import all_gather_json, join_state_of, uncompiled
 from lockstep.errors import ModelError
 from lockstep.nn import finish_failed
 from lockstep.optim.generators import Generators
-from lockstep.optim.uneven import gather_json
 
 
 def leave_undivided(optimizer: Optimizer) -> None:
@@ -65,7 +64,8 @@ class _DrawsAlike:
         self._local = states if self._is_alone else {}
         for group in () if self._is_alone else self._groups:
             finish_failed(group)
-            for name, state in gather_json(group, states if group.rank() == 0 else {})[0].items():
+            of_rank_0 = all_gather_json(group, states if group.rank() == 0 else {})[0]
+            for name, state in of_rank_0.items():
                 if name in states and states[name] != state:
                     self._local[name] = states[name]
                     self._generators.write({name: state})

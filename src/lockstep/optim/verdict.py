@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.arguments import refusal
+from lockstep.comm import all_gather_json
 from lockstep.errors import ModelError
 from lockstep.optim.blocks import in_order, keep_whole, owners_of
 from lockstep.optim.known import KNOWN, known_base
 from lockstep.optim.methods import names_used
 from lockstep.optim.probe import Outcome, Verdict, probe
-from lockstep.optim.uneven import gather_json
 
 # Functions of torch.distributed by which ranks give each other what one of them has computed.
 _DIVIDING = {
@@ -75,7 +75,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict
         groups_by_rank = {has for each in groups for has in _groups_by_rank(optimizer, each.size())}
         in_parts = known_base(type(optimizer)) is None
         verdict = probe(optimizer, groups_by_rank, in_parts=in_parts)
-    found = [Verdict(*gather_json(group, verdict)[0]) for group in groups]
+    found = [Verdict(*all_gather_json(group, verdict)[0]) for group in groups]
     found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
     return max(found, key=lambda each: [*Outcome].index(each.outcome))
 

@@ -1,4 +1,4 @@
-"""Where a run is, and what it keeps beside its things."""
+"""Where a run is, and what it keeps beside its things, such as the modes of modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,51 @@ from torch import nn
 
 from lockstep.checkpoint import unwrapped
 from lockstep.nn import expect_gradient_orders, gradient_orders
-from lockstep.resume.modes import Modes
+
+Flags = dict[str, str]
+
+
+class Modes:
+    """Which modules among ``things`` are training, and which parameters frozen.
+
+    No state dict has that, and steps may change it.
+
+    Args:
+        things: All things, as the program has made them.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        self._modules: dict[str, nn.Module] = {
+            name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)
+        }
+        self._made = self._flags()
+
+    def state(self) -> dict[str, Flags]:
+        """Return them as JSON has them, and what the program has made of them at its beginning."""
+        return {"made": self._made, "now": self._flags()}
+
+    def put(self, state: Mapping[str, Flags]) -> None:
+        """Set them; but a program that makes them otherwise now than then has been edited."""
+        if state["made"] != self._made:
+            return
+        for name, module in self._modules.items():
+            training, learning = state["now"][name].split()
+            for part, flag in zip(module.modules(), training, strict=True):
+                part.training = flag == "1"
+            for parameter, flag in zip(module.parameters(), learning[1:], strict=True):
+                if parameter.requires_grad != (flag == "1"):
+                    parameter.requires_grad_(flag == "1")
+        # As it was made in the run's first attempt.
+        self._made = dict(state["made"])
+
+    def _flags(self) -> Flags:
+        found = {}
+        for name, module in self._modules.items():
+            training = "".join("01"[part.training] for part in module.modules())
+            learning = "".join("01"[each.requires_grad] for each in module.parameters())
+            found[name] = f"{training} :{learning}"  # there may be no parameter
+        return found
+
 
 _FORMAT = 3
 

@@ -1,10 +1,15 @@
 """Steps in shards, with the same bits at any number of ranks."""
 
 from lockstep.same_bits.batch import ShardedBatch, bounds_of
-from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
-from lockstep.same_bits.plan import StepsInShards, continue_steps, steps_of
+from lockstep.same_bits.plan import (
+    StepsInShards,
+    continue_steps,
+    fingerprint_of,
+    steps_of,
+    use_threads,
+)
 from lockstep.same_bits.step import Shards, check_num_shards, shards
-from lockstep.same_bits.tree import shards_of
+from lockstep.same_bits.sums import shards_of
 from lockstep.same_bits.turns import exclusive
 
 __all__ = [

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lockstep.comm import all_gather_bytes, device_of_facts, global_rank
+from lockstep.comm import all_gather_json, global_rank
 from lockstep.errors import CollectiveFailed, ModelMismatch
-from lockstep.same_bits.fingerprint import difference
+from lockstep.same_bits.plan import difference
 
 # What a rank tells, of values that JSON has; None if the step has failed there.
 ToldByRank = Mapping[str, Any] | None
@@ -35,8 +34,8 @@ def exchanged(group: dist.ProcessGroup | None, told: ToldByRank) -> list[ToldByR
     """Return what each rank has told. Every rank must call it; it blocks."""
     if group is None:
         return [told]
-    payloads = all_gather_bytes(group, json.dumps(told).encode(), device_of_facts(group))
-    return [json.loads(payload) for payload in payloads]
+    by_rank: list[ToldByRank] = all_gather_json(group, told)
+    return by_rank
 
 
 def as_digits(flags: Sequence[bool]) -> str:

@@ -29,11 +29,9 @@ from lockstep.nn import (
 from lockstep.same_bits.batch import ShardedBatch, cut
 from lockstep.same_bits.buffers import BuffersOfStep
 from lockstep.same_bits.facts import Facts, Told, as_digits, exchanged
-from lockstep.same_bits.fingerprint import fingerprint_of, use_threads
-from lockstep.same_bits.plan import Plan, StepsInShards
+from lockstep.same_bits.plan import Plan, StepsInShards, fingerprint_of, use_threads
 from lockstep.same_bits.refusals import check
-from lockstep.same_bits.sums import Gradients, LocalSums
-from lockstep.same_bits.tree import shards_of
+from lockstep.same_bits.sums import Gradients, LocalSums, shards_of
 from lockstep.same_bits.turns import exclusive
 from lockstep.torch_private import _foreach_mul_, gradient_of
 

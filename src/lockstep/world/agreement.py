@@ -16,8 +16,7 @@ from lockstep.entries import value_in
 from lockstep.errors import BackendUnavailable, RendezvousFailed
 from lockstep.world.devices import carried_device, choose_backend, one_kind, usable_device
 from lockstep.world.environment import Placement
-from lockstep.world.nccl import check_nccl_interfaces
-from lockstep.world.network import addresses
+from lockstep.world.network import addresses, check_nccl_interfaces
 from lockstep.world.rendezvous import roll_call
 
 _log = logging.getLogger("lockstep")
