@@ -7,7 +7,7 @@ import random
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -251,6 +251,21 @@ def global_generators() -> Generators:
     found = Generators(torch=_Torch(torch.default_generator), random=_Python(python.__self__))
     if (numpy := _numpy_random()) is not None:
         found["numpy"] = _NumPy(numpy.get_state.__self__)
+    return found
+
+
+def own_generators(parameters: Iterable[torch.Tensor], *owners: Mapping[str, Any]) -> Generators:
+    """Return those of devices with ``parameters``, and those among the values of ``owners``.
+
+    The generator of the CPU is among the global ones.
+    """
+    found = Generators()
+    for name in sorted({str(p.device) for p in parameters if p.device.type != "cpu"}):
+        found[name] = generator_of_device(torch.device(name))
+    for number, owner in enumerate(owners):
+        for name, value in owner.items():
+            if (generator := generator_of(value)) is not None:
+                found[f"{name} {number}"] = generator
     return found
 
 

@@ -155,8 +155,7 @@ def test_a_snapshot_with_another_byte_is_not_used_and_an_older_one_is(tmp_path: 
         memories = [SnapshotMemory(pair) for pair in attempts.descriptors]
         step = newest_step(memories)
         assert step is not None
-        slot = memories[1].slot_of(step)
-        assert slot is not None
+        slot, _ = memories[1].of_step(step)
         damage(memories[1], slot)
         ended = attempts.run(steps=EVERY_STEP)
         check(ended)

@@ -93,8 +93,7 @@ def test_an_older_snapshot_is_written_if_the_newest_is_damaged(tmp_path: Path) -
     with Attempts(tmp_path, 2) as attempts:
         step = ended_at_5(attempts)
         memory = memories(attempts)[1]
-        slot = memory.slot_of(step)
-        assert slot is not None
+        slot, _ = memory.of_step(step)
         memory.view(slot)[700] ^= 4
         memory.close()
         assert write_out(memories(attempts)).step == step - 1

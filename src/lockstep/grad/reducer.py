@@ -56,6 +56,7 @@ class Reducer:
         table: The parameters, in the order in which their gradients become ready.
         comm_hook: The communication hook that replaces the all-reduce of buckets, if there is one.
         last: What the last backward has left.
+        order: The order in which gradients become ready, once ranks agree on it.
         tables: Which of them are tables whose gradients travel by rows.
         chunk_ends: The parameters whose gradients are the last ones to be copied at once.
         is_rearranged: Whether buckets are in the order in which gradients became ready.
@@ -91,7 +92,7 @@ class Reducer:
         self.runs: list[Assigned] = []
         # What backwards have shown.
         self.is_rearranged = self._gets_gradients_twice = False
-        self.tables = RowTables(self.table, group)
+        self.order, self.tables = GradientOrder(self.table, group), RowTables(self.table, group)
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self.last = Result()
         # The backward that runs, or has failed and isn't finished.
@@ -101,11 +102,6 @@ class Reducer:
     def phase(self) -> Phase:
         """What it is doing."""
         return Phase.IDLE if self._pass is None else self._pass.phase
-
-    @property
-    def order(self) -> GradientOrder:
-        """The order in which gradients become ready, once ranks agree on it."""
-        return self.tables.order
 
     @property
     def _now(self) -> ReducerPass:

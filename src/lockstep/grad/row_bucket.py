@@ -23,7 +23,7 @@ from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog
 from lockstep.grad.memory import gradient_dtype, line_numel
 from lockstep.grad.row_gradient import RowGradient, Rows, sum_of_rows
-from lockstep.grad.table import GradientOrder, GradientTable, TableSlice
+from lockstep.grad.table import GradientTable, TableSlice
 from lockstep.torch_private import gradient_of, set_gradient
 
 # After so many backwards in a row in which a rank had more of the gradient than rows, the table is
@@ -225,12 +225,11 @@ class RowTables:
         group: The ranks.
 
     Attributes:
-        order: The order of all gradients, on which ranks agree before.
         indices: Those of the tables.
     """
 
     def __init__(self, table: GradientTable, group: dist.ProcessGroup) -> None:
-        self._group, self.order = group, GradientOrder(table, group)
+        self._group = group
         # By id(), the index of each parameter that may be one. Facts of failures are read on a CPU.
         is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in table.named)
         may_be = [index for index, (_, p) in enumerate(table.named) if is_on_cpu and _may_be(p)]

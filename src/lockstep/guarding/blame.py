@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -122,15 +121,15 @@ class Told(NamedTuple):
     is_of_scaler: bool = False
     has_updated: bool = False
 
-    def encoded(self) -> bytes:
-        """Return it in bytes."""
+    def encoded(self) -> list[Any]:
+        """Return it as JSON can keep it."""
         blame = None if self.blame is None else asdict(self.blame)
-        return json.dumps(self._replace(blame=blame)).encode()  # type: ignore[arg-type]
+        return [self.outcome, blame, *self[2:]]
 
     @classmethod
-    def decoded(cls, payload: bytes) -> Told:
+    def decoded(cls, encoded: Sequence[Any]) -> Told:
         """Return what :meth:`encoded` was called of."""
-        told = cls(*json.loads(payload))
+        told = cls(*encoded)
         blame: Any = told.blame
         if blame is not None:
             names = {name: tuple(blame[name]) for name in ("nonfinite", "finite")}

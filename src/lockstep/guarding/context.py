@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lockstep.comm import (
     GUARDED,
     SharedMemoryGroup,
-    all_gather_bytes,
+    all_gather_json,
     backend_name,
     global_rank,
     join_state_of,
@@ -146,7 +146,7 @@ class Guard:
             undoes=self._undoes,
         )
         self._scales = [scaler.get_scale() for scaler in self._scalers]
-        self._local.begin()
+        self._local = LocalGradients()
         for engine in self._engines:
             engine.reducer.inspect = self._local
         for optimizer in self._optimizers:
@@ -273,11 +273,9 @@ class Guard:
         if are_same and not any(outcome for outcome, _ in facts):
             self._step.skipped, self._memory.in_a_row = False, 0
             return False
+        by_rank = [told]
         if self._group is not None:
-            payloads = all_gather_bytes(self._group, told.encoded(), torch.device("cpu"))
-            by_rank = [Told.decoded(payload) for payload in payloads]
-        else:
-            by_rank = [told]
+            by_rank = [*map(Told.decoded, all_gather_json(self._group, told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
         self._undo(keeps_scale=guilty.is_of_scaler)
         if not are_same:
@@ -313,7 +311,7 @@ class Guard:
         if error is None and not is_of_scaler:
             return Told(Outcome.GOOD, has_updated=has_updated)
         # A part of the sums is another rank's to look at, where gradients of this one show.
-        is_here = isinstance(error, StepSkipped) and bool(self._local.found().nonfinite)
+        is_here = isinstance(error, StepSkipped) and bool(self._local.found.nonfinite)
         if self._found is not None or is_here or (error is None and is_of_scaler):
             return self._told_of_gradients(is_of_scaler=error is None)
         assert error is not None
@@ -338,7 +336,7 @@ class Guard:
         return is_lower or any(bool(flag) for flag in found)
 
     def _told_of_gradients(self, *, is_of_scaler: bool) -> Told:
-        local = self._local.found()
+        local = self._local.found
         found = local if local.nonfinite or self._found is None else self._found
         names = {
             id(parameter): name if len(self._models) == 1 else f"models[{number}].{name}"
@@ -408,15 +406,13 @@ class Guard:
             self._drop_gradients()
         except Exception as caught:
             error = caught
-        failed = [rank for rank, (flag,) in enumerate(self._told_undone(error)) if flag]
+        by_rank = self._tell(f"{GUARDED}, put back", [error is not None])
+        failed = [rank for rank, (flag,) in enumerate(by_rank) if flag]
         if failed:
             raise ModelError(
                 f"A guarded step has failed, and could not be put back on rank {failed[0]}: "
                 "parameters may be those of no step. Go on from a checkpoint."
             ) from error
-
-    def _told_undone(self, error: Exception | None) -> list[list[int]]:
-        return self._tell(f"{GUARDED}, put back", [error is not None])
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers:

@@ -33,33 +33,26 @@ class LocalGradients:
     A reducer calls it with each bucket that it has filled.
 
     Attributes:
+        found: What was found.
         filled: What is in these buckets.
     """
 
     def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what was found."""
-        self._found, self.filled = Found([], []), list[Contents]()
-
-    def found(self) -> Found:
-        """Return what was found."""
-        return self._found
+        self.found, self.filled = Found([], []), list[Contents]()
 
     def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
         parameters = contents.parameters
         if rows is not None:
-            found = self._found.finite if _is_finite(rows) else self._found.nonfinite
+            found = self.found.finite if _is_finite(rows) else self.found.nonfinite
             found.extend(parameters)
             return
         self.filled.append(contents)
         if _is_surely_finite([contents.gradients]):
-            self._found.finite.extend(parameters)
+            self.found.finite.extend(parameters)
             return
         for parameter, view in zip(parameters, contents.memory.views, strict=True):
-            found = self._found.finite if _is_finite(view) else self._found.nonfinite
+            found = self.found.finite if _is_finite(view) else self.found.nonfinite
             found.append(parameter)
 
 
@@ -136,19 +129,18 @@ def _is_surely_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    values = tensor.detach()
-    if values.layout is not torch.strided:
-        values = (
-            values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-        )
+    values = _values(tensor)
     if values.numel() and (values.is_floating_point() or values.is_complex()):
         yield values.sum(dtype=torch.float32) if values.element_size() < 4 else values.sum()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    values = tensor.detach()
-    if values.layout is not torch.strided:
-        values = (
-            values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
-        )
-    return bool(values.isfinite().all())
+    return bool(_values(tensor).isfinite().all())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements that a tensor of any layout has."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor.coalesce().values()
+    return tensor if tensor.layout is torch.strided else tensor.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import without_repeats
-from lockstep.generators import Generators, generator_of, generator_of_device, global_generators
+from lockstep.generators import Generators, global_generators, own_generators
 from lockstep.guarding.optimizer import KeptOptimizer
 from lockstep.torch_private import _foreach_copy_
 
@@ -118,7 +118,9 @@ class Kept:
             generator.rewind()
 
     def _begin_generators(self) -> None:
-        known, own = self._generators, dict(self._own_generators())
+        parameters = (p for module in self._modules for p in module.parameters())
+        owners = [*self._owners, *(m for each in self._modules for m in each.modules())]
+        known, own = self._generators, own_generators(parameters, *map(vars, owners))
         are_same = all(
             name in known and known[name].generator is each.generator for name, each in own.items()
         )
@@ -131,14 +133,3 @@ class Kept:
                 generator.has_drawn()  # with which the next begin() reads less
         for generator in known.values():
             generator.begin()
-
-    def _own_generators(self) -> Iterable[tuple[str, Any]]:
-        """The generators of accelerators, and those that optimizers and modules have."""
-        parameters = (p for module in self._modules for p in module.parameters())
-        for device in {p.device for p in parameters if p.device.type != "cpu"}:
-            yield str(device), generator_of_device(device)
-        owners = [*self._owners, *(m for each in self._modules for m in each.modules())]
-        for number, owner in enumerate(owners):
-            for name, value in vars(owner).items():
-                if (generator := generator_of(value)) is not None:
-                    yield f"{name} {number}", generator

@@ -131,10 +131,9 @@ class SnapshotMemory:
         """
         return max(self.headers().values(), key=lambda header: header.step, default=None)
 
-    def slot_of(self, step: int) -> int | None:
-        """Return the slot with the snapshot of ``step``, if there is one."""
-        slots = (slot for slot, header in self.headers().items() if header.step == step)
-        return next(slots, None)
+    def of_step(self, step: int) -> tuple[int, SnapshotHeader]:
+        """Return the slot with the snapshot of ``step``, which there is, and its header."""
+        return next((slot, each) for slot, each in self.headers().items() if each.step == step)
 
     def discard(self, slot: int) -> None:
         """Let a slot be whole no more, before it is written or because it is of no use."""

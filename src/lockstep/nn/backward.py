@@ -281,17 +281,14 @@ class BackwardSync:
         if asks:
             may_be_late = any(engine.sees_nested_tasks for engine in self.engines())
             try:
-                named, backward.tells_late = self._on_any_rank(engines, may_be_late)
+                named, backward.tells_late = self._engines.on_any_rank(
+                    self._group, engines, may_be_late
+                )
             except CollectiveMismatch:
                 self._end(backward, Outcome.MISMATCHED)
                 raise
             engines |= named
         self._begin_all(backward, sorted(engines, key=number_of))
-
-    def _on_any_rank(
-        self, engines: Collection[Engine], fact: bool = False
-    ) -> tuple[set[Engine], bool]:
-        return self._engines.on_any_rank(self._group, engines, fact)
 
     def _announce(self, announced: Announced, engines: Collection[Engine]) -> None:
         """In join(), announce to ranks without data what comes next."""
@@ -436,7 +433,7 @@ class BackwardSync:
     def _begin_late(self, backward: BackwardPass) -> None:
         """Begin with the engines of which nobody could foresee that they are in ``backward``."""
         if backward.tells_late:
-            backward.late |= self._on_any_rank(backward.late)[0]
+            backward.late |= self._engines.on_any_rank(self._group, backward.late)[0]
         late = sorted(backward.late.difference(backward.engines), key=number_of)
         for engine in late:
             self.refresh(engine)

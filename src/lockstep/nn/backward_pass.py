@@ -80,7 +80,7 @@ class BackwardPass:
         exchanges = [engine.buffers.start() for engine in engines]
         failures = []
         for engine, finish_buffers in zip(engines, exchanges, strict=True):
-            failures.append(engine.finish_backward())
+            failures.append(engine.reducer.finish())
             finish_buffers()
         for engine in [one for one in engines if one.has_to_agree()]:
             engine.agree()

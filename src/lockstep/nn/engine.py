@@ -475,10 +475,6 @@ class Engine:
         self.num_backwards += 1
         self.reducer.table.note_reduced()
 
-    def finish_backward(self) -> CollectiveFailed | None:
-        """Finish the reduction; return the error to raise if it failed on another rank."""
-        return self.reducer.finish()
-
     def end_backward(self) -> None:
         """Queue no gradients any more: the backward is over."""
         self._hooks.close_queue()

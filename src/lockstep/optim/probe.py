@@ -24,11 +24,11 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.optim.differences import difference, have_same_bits
-from lockstep.optim.generators import Generators
 from lockstep.optim.methods import methods_with_state, names_used
 from lockstep.optim.no_collectives import collectives_refused
 from lockstep.optim.records import kept, records_of
 from lockstep.optim.stand_ins import Copy, choose
+from lockstep.optim.undivided import generators_drawn_from
 from lockstep.tree import Collector
 
 # Rounding hides small differences: so more steps are taken in float64 than in the own dtype. More
@@ -131,7 +131,7 @@ def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
     torch.set_warn_always(True)
     try:
         with (
-            Generators(optimizer).kept(),
+            generators_drawn_from(optimizer).kept(),
             kept(type(optimizer)),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(action="ignore"),
@@ -355,7 +355,7 @@ class _Trial:
         return _Closure(part) if self._takes_closure else None
 
     def _step_whole(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        generators = Generators(self._whole.optimizer)
+        generators = generators_drawn_from(self._whole.optimizer)
         before = generators.read()
         closure = self._closure_of(self._whole)
         try:

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lockstep.comm import all_gather_json, join_state_of, uncompiled
 from lockstep.errors import ModelError
+from lockstep.generators import Generators, global_generators, own_generators
 from lockstep.nn import finish_failed
-from lockstep.optim.generators import Generators
+from lockstep.world import parameters_of
 
 
 def leave_undivided(optimizer: Optimizer) -> None:
@@ -46,6 +47,14 @@ def _state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, 
     return type(optimizer).state_dict(optimizer)
 
 
+def generators_drawn_from(optimizer: Optimizer) -> Generators:
+    """Return the global generators, and those that ``optimizer`` has itself."""
+    found = global_generators()
+    owners = vars(optimizer), *optimizer.param_groups
+    found.update(own_generators(parameters_of(optimizer), *owners))
+    return found
+
+
 class _DrawsAlike:
     """A context in which generators are in the state that they have on rank 0.
 
@@ -55,7 +64,7 @@ class _DrawsAlike:
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> None:
         self._optimizer, self._groups = optimizer, groups
-        self._generators = Generators(optimizer)
+        self._generators = generators_drawn_from(optimizer)
         self._local: dict[str, Any] = {}
 
     def __enter__(self) -> _DrawsAlike:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.checkpoint import unwrapped
 from lockstep.grad import gradient_of, lacks_gradient
+from lockstep.world import parameters_of
 
 _log = logging.getLogger("lockstep")
 _NUM_WATCHED = 4  # parameters of an optimizer
@@ -95,7 +96,7 @@ class Accumulation:
             return False
         used = self._used.get(id(optimizer))
         if used is None:
-            return not all(map(lacks_gradient, _parameters_of(optimizer)))
+            return not all(map(lacks_gradient, parameters_of(optimizer)))
         return not all(each.is_the_same() for each in used)
 
 
@@ -108,10 +109,6 @@ def _used(parameter: torch.Tensor) -> _Used:
 
 def _watched(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return some parameters, such that have gradients if there are any."""
-    with_gradients = (p for p in _parameters_of(optimizer) if gradient_of(p) is not None)
+    with_gradients = (p for p in parameters_of(optimizer) if gradient_of(p) is not None)
     found = [*itertools.islice(with_gradients, _NUM_WATCHED)]
-    return found or [*itertools.islice(_parameters_of(optimizer), _NUM_WATCHED)]
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (each for group in optimizer.param_groups for each in group["params"])
+    return found or [*itertools.islice(parameters_of(optimizer), _NUM_WATCHED)]

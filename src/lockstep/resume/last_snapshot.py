@@ -54,21 +54,18 @@ def write_out(memories: Sequence[SnapshotMemory]) -> WrittenOut:
         CheckpointError: If it can't be written.
         OSError: The same.
     """
-    every = [{h.step: h for h in memory.headers().values()} for memory in memories]
-    for step in sorted(set.intersection(*map(set, every)), reverse=True):
-        found = [
-            _read(memory, headers[step]) for memory, headers in zip(memories, every, strict=True)
-        ]
+    every = [{header.step for header in memory.headers().values()} for memory in memories]
+    for step in sorted(set.intersection(*every), reverse=True):
+        found = [_read(memory, step) for memory in memories]
         whole = [each for each in found if each is not None]
         if len(whole) == len(memories):
             return _written(whole)
     return WrittenOut()
 
 
-def _read(memory: SnapshotMemory, header: SnapshotHeader) -> _Of | None:
+def _read(memory: SnapshotMemory, step: int) -> _Of | None:
     """Return a snapshot, None if it isn't as it was written."""
-    slot = memory.slot_of(header.step)
-    assert slot is not None
+    slot, header = memory.of_step(step)
     texts = memory.texts(slot, header)
     tensors = torch.frombuffer(memory.view(slot), dtype=torch.uint8)[: header.tensor_bytes]
     if texts is None or checksum_of(tensors) != header.tensor_checksum:

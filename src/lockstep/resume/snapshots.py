@@ -270,13 +270,15 @@ class Snapshots:
 
         ``usable()`` has returned it.
         """
-        slot = self._memory.slot_of(step)
-        assert slot is not None
-        header = self._memory.header(slot)
-        assert header is not None
+        _, _, (_, rest) = self._of_step(step)
+        return int(rest["values"]["step"])
+
+    def _of_step(self, step: int) -> tuple[int, SnapshotHeader, list[Any]]:
+        """Return the slot of a snapshot, its header, and what its texts have."""
+        slot, header = self._memory.of_step(step)
         texts = self._memory.texts(slot, header)
-        assert texts is not None
-        return int(json.loads(texts[1])["values"]["step"])
+        assert texts is not None  # or it isn't usable
+        return slot, header, [*map(json.loads, texts)]
 
     def restore(self, step: int) -> tuple[dict[str, Any], Any]:
         """Put back the snapshot of ``step``.
@@ -287,13 +289,7 @@ class Snapshots:
         Raises:
             CheckpointMismatch: If the things are others now.
         """
-        slot = self._memory.slot_of(step)
-        assert slot is not None
-        header = self._memory.header(slot)
-        assert header is not None
-        texts = self._memory.texts(slot, header)
-        assert texts is not None
-        layout, rest = map(json.loads, texts)
+        slot, header, (layout, rest) = self._of_step(step)
         tensors = torch.frombuffer(self._memory.view(slot), dtype=torch.uint8)
         whole = merged(layout, rest["layout"], rest["options"])
         snapshot = Snapshot(whole, tensors)
