@@ -21,7 +21,7 @@ MODULE_STATE = {
     "world.world._of_process": "what init() has returned, which needs no argument",
     # By what takes no attribute, as it is to pickle and copy as before.
     "nn.parallel_state._states": "by module, what parallelize() knows of it",
-    "guarding.step._memories": "by optimizer, steps skipped in a row, and memory for copies",
+    "guarding.step._commons": "by optimizer, steps skipped in a row, and memory for copies",
     "world.apart._watched": "by optimizer, its steps that were compared",
     "world.told._told": "by parameter, whether a rank was told that nothing keeps it in step",
     "guarding.context._current": "a thread's guard, in which no other one may be entered",

@@ -19,7 +19,7 @@ class GroupContext:
     - ``grad.deferred``: the buckets whose gradients other ranks may read
     - ``nn.backward``: the BackwardSync, which has the engines
     - ``nn.mean``: the models that all ranks are known to have alike
-    - ``same_bits.plan``: whether models have taken steps in shards
+    - ``same_bits.between_steps``: whether models have taken steps in shards
     - ``checkpoint.saving``: the save that is going on
     - ``world.apart``: how many optimizers are watched, in the default group
 

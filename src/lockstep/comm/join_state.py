@@ -1,8 +1,8 @@
 """Uneven inputs: ranks announce each collective of a step, so that those without data take part.
 
-In a loop of different length on each rank, the ranks that are through go on taking part, with
+In a loop of different length on each rank, ranks that have finished go on taking part, with
 zeros, in the others' collectives. To know which those are, every rank announces its next one before
-each collective of a step, and the ranks that are through announce that.
+each collective of a step, and ranks that have finished announce that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.errors import CollectiveFailed
 class Announced(IntEnum):
     """What a rank does next."""
 
-    THROUGH = 0  # no more data: take part in the steps of the others
+    FINISHED = 0  # no more data: take part in the steps of the others
     BEGIN = 1  # begin a backward of the engines whose bits are set
     END = 2  # reduce their gradients
     GATHER = 3  # all-gather that many elements of float64
@@ -37,7 +37,7 @@ class Announcement(NamedTuple):
     """What the ranks do next, all the same."""
 
     active: Sequence[int]  # the ranks that still have data, in ascending order
-    kind: Announced  # what they do; THROUGH if there are none
+    kind: Announced  # what they do; FINISHED if there are none
     detail: int  # a mask of engines, a number of elements or of an optimizer, by the kind
 
 
@@ -92,12 +92,12 @@ class JoinState:
             RuntimeError: If a rank has finished, and that is to end the loop for all.
             CollectiveFailed: If the ranks that still have data announce different ones.
         """
-        self.is_active = kind is not Announced.THROUGH
+        self.is_active = kind is not Announced.FINISHED
         local = torch.tensor([kind, detail], device=self._device)
         told = [tuple(theirs.tolist()) for theirs in all_gather(self._group, local)]
-        active = [rank for rank, (one, _) in enumerate(told) if one != Announced.THROUGH]
+        active = [rank for rank, (one, _) in enumerate(told) if one != Announced.FINISHED]
         if not active:
-            return Announcement(active, Announced.THROUGH, 0)
+            return Announcement(active, Announced.FINISHED, 0)
         self.last_active = active
         if self._throws and len(active) < len(told):
             through = min(set(range(len(told))) - set(active))

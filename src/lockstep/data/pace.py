@@ -46,7 +46,7 @@ class Pace:
         self._began = time.perf_counter() - waited_seconds()
 
     def end(self, number: int, num_samples: int) -> None:
-        """Note that the program is through with batch ``number``, from 1, of ``num_samples``."""
+        """Note that the program has done with batch ``number``, from 1, of ``num_samples``."""
         self._seconds += time.perf_counter() - waited_seconds() - self._began
         self._num_samples += num_samples
         # While new shares are still to come, batches may have been cut by them on some ranks.

@@ -6,7 +6,7 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.contents import Contents
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import DescribedBucket, describe_buckets
-from lockstep.grad.facts import Told
+from lockstep.grad.facts import WhoTold
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.one_pass import Phase
 from lockstep.grad.reducer import Reducer
@@ -35,8 +35,8 @@ __all__ = [
     "Reducer",
     "RowGradient",
     "ScatteredBucket",
-    "Told",
     "UnsummedBucket",
+    "WhoTold",
     "aligned",
     "assign_buckets",
     "bucket_of",

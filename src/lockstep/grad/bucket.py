@@ -76,7 +76,7 @@ class Bucket:
         self.contents.open_pass(1 if is_averaged else scale, is_averaged=is_averaged)
 
     def begin(self) -> None:
-        """A backward begins: gradients of the last one that the program keeps are left to it."""
+        """Prepare for a backward: leave the memory to the program if it keeps gradients there."""
         self.contents.leave_held(map(gradient_of, self.contents.parameters))
 
     def fill(self) -> None:
@@ -141,11 +141,11 @@ class Bucket:
         self.contents.use_mean(position)
 
     def settle(self) -> None:
-        """All gradients that any rank used are those of their parameters: the others stay."""
+        """Restore the gradients that no rank has used, once all others are set."""
         self.contents.restore_unchanged()
 
     def undo(self) -> None:
-        """The backward has failed here: gradients that weren't launched are as before it."""
+        """Undo the scaling of gradients that weren't launched: the backward has failed here."""
         self.contents.undo_copies()
 
     def end(self) -> None:
@@ -176,7 +176,7 @@ class Bucket:
         log.keep(self.contents.gradients, factor)
 
     def log_of_ranks(self, log: GradientLog) -> None:
-        """Have ``log`` keep the gradients of all ranks, if these are there."""
+        """Have ``log`` compare the gradients of all ranks, where this rank can read them."""
 
     @staticmethod
     def open_all(buckets: Sequence[Bucket], scale: float) -> None:
@@ -231,7 +231,7 @@ class HookedBucket(Bucket):
         self.contents.fill_with(0)
 
     def log_filled(self, log: GradientLog) -> None:
-        """The hook may make anything of the gradients."""
+        """Keep nothing: the hook may make anything of the gradients."""
 
     def launch(self, number: int, *, is_last: bool) -> None:
         """Let the hook start, and the facts follow it if it ``is_last``."""

@@ -112,7 +112,7 @@ class Contents:
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
-        """As in the backward that runs; nothing that lasts if none does."""
+        """What the program keeps of the backward that runs; between backwards, an empty dict."""
         return self.now.kept if hasattr(self, "now") else {}
 
     def open_pass(self, scale: float, *, is_averaged: bool) -> None:

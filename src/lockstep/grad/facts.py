@@ -36,12 +36,12 @@ class Flags(NamedTuple):
     is_to_tell: bool
 
 
-class Told(Enum):
-    """Whether ranks have told each other something in a backward, whatever that is."""
+class WhoTold(Enum):
+    """Which ranks are known to have told something in a backward, whatever that is."""
 
-    NOTHING = auto()  # as far as this rank knows
+    NOBODY = auto()  # as far as this rank knows
     ALL = auto()  # all ranks know that some have, or all have
-    ALONE = auto()  # this rank has, on a device, and not all others know of it yet
+    THIS_RANK = auto()  # it has, on a device, and not all others know of it yet
 
 
 def write_facts(
@@ -85,22 +85,22 @@ class Facts:
         num_failed: On how many ranks the backward has failed.
         sum_of_failed: The sum of the numbers of these ranks.
         is_watched: Whether any rank's :attr:`Flags.is_watched` is true.
-        told: Whether any rank has told something.
+        told: Which ranks are known to have told something.
     """
 
     def __init__(self, tail: torch.Tensor, divisor: int) -> None:
         self._tail, self.divisor = tail, divisor
         self.num_failed = self.sum_of_failed = 0
-        self.is_watched, self.told = False, Told.NOTHING
+        self.is_watched, self.told = False, WhoTold.NOBODY
         if tail.device.type == "cpu":
             first, second = _read(self.failures)
             self.num_failed, self.sum_of_failed = round(first * divisor), round(second * divisor)
             self.is_watched = first != 0
-            self.told = Told.ALL if second else Told.NOTHING
+            self.told = WhoTold.ALL if second else WhoTold.NOBODY
 
     @property
     def failures(self) -> torch.Tensor:
-        """All but which parameters were used."""
+        """The two facts behind those of the parameters."""
         return self._tail[-_NUM_FAILURE_FACTS:]
 
     def used_by_any(self) -> Sequence[float]:
@@ -143,25 +143,25 @@ class Heard:
         self.is_told |= failed * self._divisor < 1 / 2 and told != 0
         return self.is_told
 
-    def hear(self, facts: Facts, *, tells: bool) -> Told:
-        """Return whether ranks have told something, by the ``facts`` of a backward."""
+    def hear(self, facts: Facts, *, tells: bool) -> WhoTold:
+        """Return which ranks have told something, by the ``facts`` of a backward."""
         failures = facts.failures
         if failures.device.type == "cpu":
             return facts.told
         if _is_capturing(failures.device):
-            return Told.NOTHING
+            return WhoTold.NOBODY
         if not tells:
             if self._event is None:
                 self._copy_from(failures, facts.divisor)
-            return Told.NOTHING
+            return WhoTold.NOBODY
         first, _ = _read(failures)
         if first * facts.divisor >= 1 / 2:  # a rank has failed, and told nothing
-            return Told.NOTHING
+            return WhoTold.NOBODY
         self.is_told = first != 0  # not by all
         if self.is_told:
-            return Told.ALONE
+            return WhoTold.THIS_RANK
         self._event = None
-        return Told.ALL
+        return WhoTold.ALL
 
     def _copy_from(self, failures: torch.Tensor, divisor: int) -> None:
         if self._copy is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lockstep.comm import Started
-from lockstep.grad.facts import Told
+from lockstep.grad.facts import WhoTold
 from lockstep.grad.table import GradientTable
 
 # The state of a gradient in one backward. AWAITED: its bucket waits for it. UNUSED: its bucket
@@ -45,13 +45,13 @@ class Result(NamedTuple):
             None before the first backward.
         unused: The indices of parameters that got none, in ascending order.
         used_by_any: For each position, a number above 0 if any rank had a gradient.
-        told: Whether any rank had a fact to tell.
+        told: Which ranks are known to have had a fact to tell.
     """
 
     order: Sequence[int] | None = None
     unused: Sequence[int] = ()
     used_by_any: Iterable[float] = ()
-    told: Told = Told.NOTHING
+    told: WhoTold = WhoTold.NOBODY
 
 
 class ReducerPass:

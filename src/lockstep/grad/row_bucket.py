@@ -207,7 +207,7 @@ class RowBucket(Bucket):
         self._mine, self._counts, self._by_rank = None, None, ()
 
     def log_filled(self, log: GradientLog) -> None:
-        """The log compares gradients by their memory, which has none yet."""
+        """Keep nothing: the memory has no gradient yet."""
 
 
 # From this size on. Below it, finding the rows takes longer than all of the gradient.
@@ -256,7 +256,7 @@ class RowTables:
             self.indices = {index for index, is_used in pairs if is_used}
 
     def leave_out(self, buckets: Iterable[Bucket], order: Collection[int]) -> bool:
-        """Take out tables that have other gradients too; return whether there are any.
+        """Leave out tables whose gradients were often not rows alone; return whether there are any.
 
         ``order`` has the index of the parameter at each position.
         """

@@ -147,7 +147,7 @@ class UnsummedBucket(Bucket, ABC):
         """Make one of ``gradients``, with room for ``num_facts`` if it is the last bucket."""
 
     def log_filled(self, log: GradientLog) -> None:
-        """Nothing keeps the means."""
+        """Keep nothing: the means aren't computed in the backward."""
 
     def when_rearranged(self) -> Self | None:
         """Return this bucket, whose order is that of the optimizer's memory."""

@@ -102,7 +102,7 @@ def release(error: BaseException | None, around: BaseException | None) -> None:
         traceback.clear_frames(each.__traceback__)
 
 
-class Told(NamedTuple):
+class FailureFacts(NamedTuple):
     """What a rank tells the others of a step that has failed.
 
     Attributes:
@@ -127,7 +127,7 @@ class Told(NamedTuple):
         return [self.outcome, blame, *self[2:]]
 
     @classmethod
-    def decoded(cls, encoded: Sequence[Any]) -> Told:
+    def decoded(cls, encoded: Sequence[Any]) -> FailureFacts:
         """Return what :meth:`encoded` was called of."""
         told = cls(*encoded)
         blame: Any = told.blame
@@ -137,12 +137,13 @@ class Told(NamedTuple):
         return told._replace(outcome=Outcome(told.outcome), blame=blame)
 
 
-def to_blame(told: Sequence[Told]) -> Told:
+def to_blame(told: Sequence[FailureFacts]) -> FailureFacts:
     """Return what a rank told, in rank order, that has made the step fail.
 
-    A rank that raised comes before one whose gradients weren't finite; of these, one whose own
-    weren't, before they were summed. If all ranks have the same sums, no rank is to blame for them.
-    If all were told of each other alone, as when they make different calls, it is the first.
+    A rank that raised comes before one whose gradients weren't finite; and of these, one where they
+    weren't before they were summed. If all ranks have the same sums that aren't finite, the blame
+    has no rank. If every rank was only told that another one failed, as after a mismatch of calls,
+    it is the first rank's.
     """
     for outcome in Outcome.MISUSED, Outcome.TO_BLAME:
         found = [one for one in told if one.outcome is outcome and one.blame is not None]

@@ -37,8 +37,8 @@ from lockstep.errors import (
 from lockstep.grad import gradient_of, lacks_gradient
 from lockstep.guarding.blame import (
     Blame,
+    FailureFacts,
     Outcome,
-    Told,
     blame_of,
     is_caused_elsewhere,
     release,
@@ -46,7 +46,7 @@ from lockstep.guarding.blame import (
 )
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import Kept
-from lockstep.guarding.step import GuardedStep, Memory, Misused, OnSkip, memory_of
+from lockstep.guarding.step import Common, GuardedStep, Misused, OnSkip, common_of
 from lockstep.nn import finish_failed, note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
 from lockstep.world import parameters_of
@@ -85,7 +85,7 @@ class Guard:
         self._others, self._on_skip, self._max_consecutive = others, on_skip, max_consecutive
         self._undoes, self._is_run = undoes, False
         # The step that runs.
-        self._memory, self._step = Memory(), GuardedStep(0)
+        self._common, self._step = Common(), GuardedStep(0)
         self._kept: Kept | None = None
         self._states = [state_of(model) for model in models]
         self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
@@ -134,15 +134,15 @@ class Guard:
     def __enter__(self) -> GuardedStep:
         """Begin a step."""
         self._check()
-        memory = self._memory = memory_of(self._optimizers[0])
-        self._step = GuardedStep(memory.num_steps)
+        common = self._common = common_of(self._optimizers[0])
+        self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
         self._kept = Kept(
             self._models,
             self._optimizers,
             self._others,
-            memory.copies,
-            memory.generators,
+            common.copies,
+            common.generators,
             undoes=self._undoes,
         )
         self._scales = [scaler.get_scale() for scaler in self._scalers]
@@ -268,14 +268,14 @@ class Guard:
             return False  # there is nobody to agree with
         told = self._told(error, around)
         facts = self._meet(told)
-        self._memory.num_steps += 1
+        self._common.num_steps += 1
         are_same = len({guard for _, guard in facts}) == 1
         if are_same and not any(outcome for outcome, _ in facts):
-            self._step.skipped, self._memory.in_a_row = False, 0
+            self._step.skipped, self._common.in_a_row = False, 0
             return False
         by_rank = [told]
         if self._group is not None:
-            by_rank = [*map(Told.decoded, all_gather_json(self._group, told.encoded()))]
+            by_rank = [*map(FailureFacts.decoded, all_gather_json(self._group, told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
         self._undo(keeps_scale=guilty.is_of_scaler)
         if not are_same:
@@ -297,7 +297,7 @@ class Guard:
         for optimizer in self._stepped:
             note_step(optimizer, self._engines)
 
-    def _told(self, error: Exception | None, around: BaseException | None) -> Told:
+    def _told(self, error: Exception | None, around: BaseException | None) -> FailureFacts:
         """Return what this rank tells of its step."""
         has_updated = bool(self._stepped)
         is_of_scaler = self._is_skipped_by_scaler()
@@ -309,7 +309,7 @@ class Guard:
                 "guard() too.)"
             )
         if error is None and not is_of_scaler:
-            return Told(Outcome.GOOD, has_updated=has_updated)
+            return FailureFacts(Outcome.GOOD, has_updated=has_updated)
         # A part of the sums is another rank's to look at, where gradients of this one show.
         is_here = isinstance(error, StepSkipped) and bool(self._local.found.nonfinite)
         if self._found is not None or is_here or (error is None and is_of_scaler):
@@ -321,7 +321,7 @@ class Guard:
         elif is_caused_elsewhere(error, around):
             outcome = Outcome.CAUSED_ELSEWHERE
         blame = blame_of(error, self._rank, self._step.number)
-        return Told(outcome, blame, has_updated=has_updated)
+        return FailureFacts(outcome, blame, has_updated=has_updated)
 
     def _is_skipped_by_scaler(self) -> bool:
         """Whether a GradScaler has skipped the update, or let the optimizer skip it."""
@@ -335,7 +335,7 @@ class Guard:
         )
         return is_lower or any(bool(flag) for flag in found)
 
-    def _told_of_gradients(self, *, is_of_scaler: bool) -> Told:
+    def _told_of_gradients(self, *, is_of_scaler: bool) -> FailureFacts:
         local = self._local.found
         found = local if local.nonfinite or self._found is None else self._found
         names = {
@@ -358,7 +358,7 @@ class Guard:
             nonfinite=nonfinite,
             finite=finite,
         )
-        return Told(
+        return FailureFacts(
             Outcome.TO_BLAME,
             blame,
             is_local=bool(local.nonfinite),
@@ -371,7 +371,7 @@ class Guard:
     def _rank(self) -> int:
         return 0 if self._group is None else global_rank(self._group, self._group.rank())
 
-    def _meet(self, told: Told) -> list[list[int]]:
+    def _meet(self, told: FailureFacts) -> list[list[int]]:
         """Return how the body has ended on each rank, and a number that equal guards have.
 
         A rank that has left its body finds the others in other calls. They all raise
@@ -429,7 +429,9 @@ class Guard:
         for engine in self._engines:
             engine.buffers.forget_graphs()
 
-    def _skip(self, guilty: Told, by_rank: Sequence[Told], error: BaseException | None) -> None:
+    def _skip(
+        self, guilty: FailureFacts, by_rank: Sequence[FailureFacts], error: BaseException | None
+    ) -> None:
         """Tell the program of the step, which is put back; raise if it can't go on."""
         blame, step = guilty.blame, self._step
         assert blame is not None
@@ -443,8 +445,8 @@ class Guard:
             ) from error
         step.skipped, step.blame = True, blame
         if not (guilty.is_of_scaler and all(s.get_scale() > 1 for s in self._scalers)):
-            self._memory.in_a_row += 1
-        step.in_a_row = self._memory.in_a_row
+            self._common.in_a_row += 1
+        step.in_a_row = self._common.in_a_row
         if self._rank == 0 and not guilty.is_of_scaler:
             _log.warning("A step is skipped on all ranks: %s", blame)
         if step.in_a_row >= self._max_consecutive:

@@ -57,7 +57,7 @@ class LocalGradients:
 
 
 def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) -> Found:
-    """Look at the gradients of ``parameters``, as they are now; of unsummed ones at this rank's.
+    """Look at gradients of ``parameters`` before an update; of unsummed ones, at this rank's part.
 
     Most of them are in the buckets that were ``filled``, where one sum tells of all.
     """

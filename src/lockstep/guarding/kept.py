@@ -39,7 +39,7 @@ class Copies:
                 _foreach_copy_(self._copies, self._tensors)
 
     def put_back(self) -> None:
-        """Let the tensors have the values that they had."""
+        """Write the copied values to the tensors."""
         with torch.no_grad():
             for tensor, kept in zip(self._tensors, self._copies, strict=True):
                 without_repeats(tensor.detach()).copy_(without_repeats(kept))

@@ -40,10 +40,10 @@ class GuardedStep:
         self.result: Any = None
 
 
-class Memory:
-    """What the guards of an optimizer have in common, as one is made for each step.
+class Common:
+    """What the guards of an optimizer have in common, of which the program makes one a step.
 
-    Nothing of it holds the optimizer.
+    It doesn't hold the optimizer.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Memory:
 
 # Ranks may be threads.
 _lock = threading.Lock()
-_memories: Any = WeakIdKeyDictionary()
+_commons: Any = WeakIdKeyDictionary()
 
 
-def memory_of(optimizer: Optimizer) -> Memory:
+def common_of(optimizer: Optimizer) -> Common:
     """Return what the guards of ``optimizer`` have in common."""
     with _lock:
-        memory: Memory | None = _memories.get(optimizer)
-        if memory is None:
-            memory = _memories[optimizer] = Memory()
-        return memory
+        common: Common | None = _commons.get(optimizer)
+        if common is None:
+            common = _commons[optimizer] = Common()
+        return common

@@ -251,7 +251,7 @@ class Live:
         while moment.time - self._window[0].time > _WINDOW_NS:
             self._window.popleft()
         before, leader = leader_of(self._paces[-1]) if self._paces else None, leader_of(moment)
-        # Not before the first step is through: it takes as long as the start of the program.
+        # Not before the end of the first step: it takes as long as the start of the program.
         if leader is None or not (leader.num_steps or step_of(leader)):
             return moment
         if before is None or step_of(before) != step_of(leader):

@@ -111,7 +111,7 @@ class RankProcess:
             self.end(code, now)
 
     def note_ending(self) -> None:
-        """Note a crash of the rank before the kernel is through with it: a core takes long."""
+        """Note a crash of the rank before the kernel has ended it: a core file takes long."""
         if not self.is_running or self.asked:
             return
         number = processes.ending_signal(self.pid)

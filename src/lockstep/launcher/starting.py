@@ -52,7 +52,7 @@ class StartOfMany:
         num_begun = sum(state.pid > 0 for state in states)
         waiting = [state for state in states if (state.state, state.detail) == ("wait", "init")]
         self._num_idle = 0 if num_begun < len(states) or waiting else self._num_idle + 1
-        # Those that have waited before are through init(), which nobody is before all have come.
+        # Who has waited before has left init(), which nobody does before all have come.
         has_met = any(state.waited for state in states if state not in waiting)
         if has_met or self._num_idle == _MOST_IDLE:
             self.is_over = True

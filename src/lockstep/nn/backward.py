@@ -328,16 +328,16 @@ class BackwardSync:
         else:
             # When that node's backward() has returned, the outermost backward is the innermost.
             backward.enclosing = weakref.ref(enclosing)
-            enclosing.register_hook(partial(self._enclosing_is_through, end))
+            enclosing.register_hook(partial(self._enclosing_has_returned, end))
 
-    def _enclosing_is_through(self, end: End, *_: object) -> None:
+    def _enclosing_has_returned(self, end: End, *_: object) -> None:
         backward = self._backward
         if backward is not None and backward.end is not None and backward.end() is end:
             backward.enclosing = None
             _execution_engine.queue_callback(end)
 
     def _fail(self, _: object = None) -> None:
-        """Drop the backward that runs, if one does: it has failed here, or was a mismatch."""
+        """Drop the backward that runs, if one does: it has failed, here or by a mismatch."""
         if (backward := self._backward) is not None:
             self._end(backward, self._outcome_of_failure(backward))
 

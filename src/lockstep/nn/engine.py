@@ -24,8 +24,8 @@ from lockstep.grad import (
     DeferredBucket,
     DeferredParameter,
     Reducer,
-    Told,
     UnsummedBucket,
+    WhoTold,
 )
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
@@ -208,7 +208,7 @@ class Engine:
         test_data_of_another_form_is_named.
         """
         self.is_to_look = False
-        self._hooks.attach_unknown(self.put_behind().values())
+        self._hooks.attach_unknown(self.put_in_place().values())
         if self._tracked.have_other_forms():
             self._hooks.renew_nodes(self.parameters)
 
@@ -257,12 +257,12 @@ class Engine:
         autograd.hooks_of(parameter).call_others(parameter)
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient that is ready in a backward that reduces it."""
+        """Give a gradient to the reducer, behind those that are queued."""
         self._hooks.queue.parameters.append(parameter)
         self.pass_on_queued()
 
     def pass_on_queued(self) -> None:
-        """Pass queued gradients to the reducer."""
+        """Give the queued gradients to the reducer, several at a time."""
         queue, reducer = self._hooks.queue, self.reducer
         if queue.parameters:
             if self._hooks.may_have_queued_nested():
@@ -284,10 +284,14 @@ class Engine:
         """Whether the module may have got other parameters, or others of them may be trained."""
         return self.is_stale or self._tracked.have_changed()
 
-    def put_behind(self) -> dict[str, nn.Parameter]:
-        """Return, by name, trained parameters that were put in place since the last refresh."""
+    def put_in_place(self) -> dict[str, nn.Parameter]:
+        """Return, by name, trained parameters that the reducer doesn't know yet.
+
+        The program has put them in the places of others since the last refresh, and torch may not
+        have told of it.
+        """
         module = self.module
-        if module is None or self._tracked.are_in_places():
+        if module is None or self._tracked.are_in_place():
             return {}
         named = self._named_in(module)
         return {n: p for n, p in named if p.requires_grad and id(p) not in self.reducer.table.ids}
@@ -301,11 +305,11 @@ class Engine:
             return False
         if self.renormed.must_exchange() or self.buffers.has_changed():
             return True
-        return not self.is_stale and bool(self.put_behind())
+        return not self.is_stale and bool(self.put_in_place())
 
     def has_to_agree(self) -> bool:
-        """Whether all ranks know of changes that any has told of, and call :meth:`agree`."""
-        return self.reducer.last.told is Told.ALL or self.renormed.is_always_told
+        """Whether all ranks call :meth:`agree`, since all know that one of them has a change."""
+        return self.reducer.last.told is WhoTold.ALL or self.renormed.is_always_told
 
     def refuse_changes_of_one_rank(self) -> None:
         """Raise for changes on a device of which this rank has told, and not all others.
@@ -315,9 +319,9 @@ class Engine:
         Raises:
             ModelMismatch: If this rank has changed anything.
         """
-        if self.reducer.last.told is not Told.ALONE:
+        if self.reducer.last.told is not WhoTold.THIS_RANK:
             return
-        changed = [f"the parameter {name!r}, put in its place" for name in self.put_behind()]
+        changed = [f"the parameter {name!r}, put in its place" for name in self.put_in_place()]
         changed += [f"the buffer {each}" for each in self.buffers.changed()]
         if changed:
             raise ModelMismatch(
@@ -333,22 +337,22 @@ class Engine:
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
-            ParameterChanged: On every rank, as :meth:`take_put_behind`.
+            ParameterChanged: On every rank, as :meth:`take_put_in_place`.
         """
-        here = [self.buffers.has_changed(), bool(self.put_behind()), *self.renormed.are_noted()]
+        here = [self.buffers.has_changed(), bool(self.put_in_place()), *self.renormed.are_noted()]
         has_changed, are_put, *are_noted = any_rank(self.process_group, here)
         if has_changed:
             self.buffers.agree()
         self.renormed.exchange(self.process_group, are_noted)
         if are_put:
-            self.take_put_behind()
+            self.take_put_in_place()
 
     def exchange_renormed(self) -> None:
         """Have all ranks take over rows that lookups have scaled. Every rank must call it."""
         if here := self.renormed.are_noted():
             self.renormed.exchange(self.process_group, any_rank(self.process_group, here))
 
-    def take_put_behind(self) -> None:
+    def take_put_in_place(self) -> None:
         """Continue with parameters that were put in place. Every rank must call it.
 
         A backward of an earlier forward has added nothing to these.
@@ -357,7 +361,7 @@ class Engine:
             ModelMismatch: If the ranks' modules have changed in different ways.
             ParameterChanged: On every rank, if any has a gradient there, which was not reduced.
         """
-        put = self.put_behind()
+        put = self.put_in_place()
         is_used = [parameter.grad is not None for parameter in put.values()]
         self.refresh(in_backward=False, is_agreed=True)  # all ranks have the same names then
         if self.number:
@@ -385,7 +389,7 @@ class Engine:
             return
         named = self._named_in(module)
         self._find_buffers(module)
-        if not is_agreed and self._tracked.are_those(named):
+        if not is_agreed and self._tracked.are_same(named):
             self._tracked.look_at_places(module, self._inner)
             return  # if there are other buffers, the ranks agree on them after the backward
         if not self.number:
@@ -393,7 +397,7 @@ class Engine:
             self._take(module, self.reducer)
             return
         trained = {id(p) for _, p in named if p.requires_grad}
-        added = {name: p.detach() for name, p in self._tracked.are_new(named).items()}
+        added = {name: p.detach() for name, p in self._tracked.new_among(named).items()}
         left_out = self._options.left_alone(module)
         try:
             check_same_model(module, self.process_group, left_out=left_out, new=added)
@@ -489,8 +493,8 @@ class Engine:
             self.reducer.mark_accumulated(queue.parameters.pop())
         self.reducer.fail()
 
-    def everything_that_follows(self) -> list[torch.Tensor]:
-        """Return the parameters, frozen ones included, and the buffers that are exchanged."""
+    def tensors_in_step(self) -> list[torch.Tensor]:
+        """Return what is kept the same on all ranks: parameters, frozen ones too, and buffers."""
         module = self.module
         named = self._named_in(module) if module is not None else []
         return [*(parameter for _, parameter in named), *self.buffers.named().values()]

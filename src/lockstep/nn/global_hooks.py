@@ -208,7 +208,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         engine.stepped.by[optimizer] = engine.stepped.num_backwards
     if new and _is_in_a_step():
         return  # the outer optimizer, which steps this one, has called this hook before
-    _refuse_put_behind(parameters, engines)
+    _refuse_put_in_place(parameters, engines)
     receive_gradients(optimizer, engines)
     _refuse_scaled_rows(optimizer, parameters, engines)
     note_step(optimizer, engines)
@@ -238,7 +238,7 @@ def note_step(optimizer: Optimizer, engines: Collection[Engine]) -> None:
         engine.stepped.by[optimizer] = engine.num_backwards
 
 
-def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[Engine]) -> None:
+def _refuse_put_in_place(parameters: Sequence[torch.Tensor], engines: Collection[Engine]) -> None:
     """Raise if all parameters of a model were put in place, and no forward of a module followed.
 
     Then no hook has run. They are among ``parameters``, if the optimizer has been made since; or
@@ -247,13 +247,13 @@ def _refuse_put_behind(parameters: Sequence[torch.Tensor], engines: Collection[E
     """
     for engine in all_engines():
         if engine.is_syncing and engine.num_backwards == engine.stepped.num_backwards:
-            new = {*map(id, engine.put_behind().values())}
+            new = {*map(id, engine.put_in_place().values())}
             if new and (engine in engines or not new.isdisjoint(map(id, parameters))):
                 if not engine.is_stale:  # then a backward would refresh it
                     backward_sync_of(engine.process_group).take_part(engine)
                 finish_failed(engine.process_group)
-                if engine.put_behind():  # other ranks' backward has not taken them yet
-                    engine.take_put_behind()
+                if engine.put_in_place():  # other ranks' backward has not taken them yet
+                    engine.take_put_in_place()
 
 
 def _refuse_scaled_rows(

@@ -31,7 +31,7 @@ class UnevenLoop(JoinState):
         divide_by_active: bool,
         throws: bool = False,
     ) -> None:
-        devices = (t.device for engine in engines for t in engine.everything_that_follows())
+        devices = (t.device for engine in engines for t in engine.tensors_in_step())
         device = next(devices, torch.device("cpu"))
         super().__init__(group, device, divide_by_active=divide_by_active, throws=throws)
         # Functions that restore this rank's gradients of before its first backward without data.
@@ -50,11 +50,11 @@ class UnevenLoop(JoinState):
         set_join_state(self._group, self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Take part in the other ranks' steps, until all are through."""
+        """Take part in the other ranks' steps, until all have finished."""
         try:
             if error is None:
                 finish_failed(self._group)
-            while error is None and self.follow_announced() is not Announced.THROUGH:
+            while error is None and self.follow_announced() is not Announced.FINISHED:
                 pass
         finally:
             self.close()
@@ -76,7 +76,7 @@ class UnevenLoop(JoinState):
 
     def follow_announced(self) -> Announced:
         """Take part in the next collective of the ranks that still have data, and return it."""
-        announcement = self.call(Announced.THROUGH)
+        announcement = self.call(Announced.FINISHED)
         kind = announcement.kind
         if kind in (Announced.GATHER, Announced.SUM):
             self.follow(announcement)
@@ -108,7 +108,7 @@ class UnevenLoop(JoinState):
     def take_last_model(self) -> None:
         """Broadcast parameters and buffers from one of the last ranks with data."""
         for engine in self._members:
-            tensors = [tensor.detach() for tensor in engine.everything_that_follows()]
+            tensors = [tensor.detach() for tensor in engine.tensors_in_step()]
             broadcast_tensors(self._group, tensors, source=self.last_active[0])
 
 
@@ -152,7 +152,7 @@ class _JoinedModels(UnevenLoop):
     def follow_iteration(self, engines: Sequence[Engine]) -> None:
         """Take part until the model of ``engines`` is done with the iteration on other ranks."""
         while not self._done.issuperset(engines):
-            if self.follow_announced() is Announced.THROUGH:
+            if self.follow_announced() is Announced.FINISHED:
                 break
         self._done.difference_update(engines)
 
@@ -200,7 +200,7 @@ class DDPJoinHook(JoinHook):
             self._models.follow_iteration(self._engines)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the parameters of the last rank with data, when all are through."""
+        """Take the parameters of the last rank with data, when all have finished."""
         if self._models is not None and self._is_first:
             self._models.close()
             self._models.take_last_model()

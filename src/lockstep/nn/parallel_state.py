@@ -243,7 +243,7 @@ def groups_of(parameters: Sequence[nn.Parameter]) -> list[dist.ProcessGroup | No
     groups: dict[int, dist.ProcessGroup] = {}
     for engine in all_engines():
         sparse = {*map(id, engine.reducer.table.sparse_parameters)}
-        followers = engine.everything_that_follows()
+        followers = engine.tensors_in_step()
         groups |= {id(one): engine.process_group for one in followers if id(one) not in sparse}
     return [groups.get(id(p)) if gradient_dtype(p) is p.dtype else None for p in parameters]
 
@@ -264,7 +264,7 @@ def refresh_engines_of(parameters: Iterable[nn.Parameter]) -> None:
     """
     ids = {*map(id, parameters)}
     for engine in all_engines():
-        if not ids.isdisjoint(map(id, engine.everything_that_follows())):
+        if not ids.isdisjoint(map(id, engine.tensors_in_step())):
             backward_sync_of(engine.process_group).refresh(engine)
 
 

@@ -111,7 +111,7 @@ class ReadyHooks:
         self._hooks, self._hooks_of_others, self._nodes = {}, [], []
 
     def open_queue(self, task: int | None, ends: Sequence[torch.Tensor] | None) -> None:
-        """Let gradients of autograd's ``task`` queue; those that are no ``ends``, by themselves."""
+        """Let gradients of autograd's ``task`` be queued: by append() alone, but for ``ends``."""
         self.queue.task, self.queue.threshold = task, 1
         if ends is None or task is None or self._makes_graphs:
             return

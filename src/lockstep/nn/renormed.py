@@ -69,11 +69,11 @@ class RenormedRows:
             self._noted.setdefault(id(table), []).append(rows)
 
     def are_noted(self) -> list[bool]:
-        """Return for each table whether rows have changed."""
+        """Return for each table whether lookups have scaled rows of it on this rank."""
         return [id(table) in self._noted for _, table in self._tables]
 
     def must_exchange(self) -> bool:
-        """Whether this rank has noted rows; if any has, every rank exchanges them."""
+        """Whether this rank has noted rows, which all ranks are to take over."""
         return bool(self._noted)
 
     def changed_one_of(self, parameters: Collection[torch.Tensor]) -> tuple[str, list[int]] | None:

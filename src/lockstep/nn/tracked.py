@@ -65,12 +65,12 @@ class TrackedParameters:
         self._forms = [*map(_form_of, self.parameters)]
         self.look_at_places(module, inner)
 
-    def are_those(self, named: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Whether the parameters ``named`` are the same, of the same kinds."""
+    def are_same(self, named: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Whether the parameters ``named`` are the same ones, of the same dtypes and devices."""
         return _describe(named) == self._description
 
-    def are_new(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-        """Return those ``named`` that the module did not have."""
+    def new_among(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+        """Return those of the parameters ``named`` that the module did not have."""
         known = {key for key, *_ in self._description}
         return {name: p for name, p in named if id(p) not in known}
 
@@ -96,7 +96,7 @@ class TrackedParameters:
         self._parameter_dicts = [each._parameters for each in modules]
         self._placed = self._in_places()
 
-    def are_in_places(self) -> bool:
+    def are_in_place(self) -> bool:
         """Whether the same parameters and modules are in these places."""
         return self._in_places() == self._placed
 

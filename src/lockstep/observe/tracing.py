@@ -2,7 +2,7 @@
 
 Each rank writes its spans to a file of its own at the ends of steps, so that a trace takes little
 memory, and a rank that is killed leaves all but its last step, or steps of the last 10 ms. At the
-end a rank makes JSON of its file; the last rank that is through puts those of all into one.
+end a rank makes JSON of its file; the last rank that has ended puts those of all into one.
 """
 
 from __future__ import annotations

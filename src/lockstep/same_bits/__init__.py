@@ -1,7 +1,7 @@
 """Steps in shards, with the same bits at any number of ranks."""
 
 from lockstep.same_bits.batch import ShardedBatch, bounds_of
-from lockstep.same_bits.plan import (
+from lockstep.same_bits.between_steps import (
     StepsInShards,
     continue_steps,
     fingerprint_of,

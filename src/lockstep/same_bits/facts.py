@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from lockstep.comm import all_gather_json, global_rank
 from lockstep.errors import CollectiveFailed, ModelMismatch
-from lockstep.same_bits.plan import difference
+from lockstep.same_bits.between_steps import difference
 
 # What a rank tells, of values that JSON has; None if the step has failed there.
 ToldByRank = Mapping[str, Any] | None
 
 
-class Told(NamedTuple):
+class ShardFacts(NamedTuple):
     """What a rank tells of a shard that had a backward.
 
     Attributes:
@@ -44,7 +44,7 @@ def as_digits(flags: Sequence[bool]) -> str:
 
 
 def _on_any(digits: Sequence[str]) -> list[bool]:
-    """Return which flags are set in any of several sequences."""
+    """Return for each place whether any of several ranks has set its flag."""
     return ["1" in its for its in zip(*digits, strict=True)]
 
 
@@ -81,7 +81,7 @@ class Facts:
         self.used = _on_any([each["used"] for each in told])
         self.changed = _on_any([each["changed"] for each in told])
         self.shards: list[list[int]] = [each["shards"] for each in told]
-        in_order = [Told(*of_shard) for each in told for of_shard in each["told"]]
+        in_order = [ShardFacts(*of_shard) for each in told for of_shard in each["told"]]
         means = [each for each in in_order if each.weight is not None]
         others = [each for each in in_order if each.weight is None]
         if means and others:

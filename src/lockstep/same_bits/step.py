@@ -27,9 +27,14 @@ from lockstep.nn import (
     watch_steps_in_shards,
 )
 from lockstep.same_bits.batch import ShardedBatch, cut
+from lockstep.same_bits.between_steps import (
+    StepsInShards,
+    StepsOfModel,
+    fingerprint_of,
+    use_threads,
+)
 from lockstep.same_bits.buffers import BuffersOfStep
-from lockstep.same_bits.facts import Facts, Told, as_digits, exchanged
-from lockstep.same_bits.plan import Plan, StepsInShards, fingerprint_of, use_threads
+from lockstep.same_bits.facts import Facts, ShardFacts, as_digits, exchanged
 from lockstep.same_bits.refusals import check
 from lockstep.same_bits.sums import Gradients, LocalSums, shards_of
 from lockstep.same_bits.turns import exclusive
@@ -106,8 +111,8 @@ def shards(
     earlier = current_shard()  # of a loop that was left, while something still holds its iterator
     if earlier is not None:
         earlier.give_up()
-    plan = state.context.get(Plan)
-    check(state, module, are_parts_known=plan.are_known(module))
+    kept = state.context.get(StepsOfModel)
+    check(state, module, are_parts_known=kept.are_known(module))
     if isinstance(batch, ShardedBatch):
         if num_shards not in (None, batch.num_shards) or step is not None:
             raise SplitError(
@@ -122,8 +127,8 @@ def shards(
             "num_shards, into how many shards it is to be cut."
         )
     num_shards = as_whole_number("num_shards", num_shards, "a number of shards", at_least=1)
-    number = plan.num_steps if step is None else as_whole_number("step", step, at_least=0)
-    plan.num_steps = number + 1
+    number = kept.num_steps if step is None else as_whole_number("step", step, at_least=0)
+    kept.num_steps = number + 1
     group = group_of(state)
     check_num_shards(num_shards, 1 if group is None else group.size())
     mine = shards_of(*((0, 1) if group is None else (group.rank(), group.size())), num_shards)
@@ -174,7 +179,7 @@ class Shards:
         self._open: ExitStack | None = None
         self._is_over = self._has_told = self._is_given_up = False
         self._shard: Shard | None = None
-        self._told: list[Told] = []
+        self._told: list[ShardFacts] = []
 
     def __iter__(self) -> Self:
         """The iterator itself."""
@@ -288,7 +293,7 @@ class Shards:
             with torch.no_grad():
                 _foreach_mul_(there, weight)
         if weight is not None or there:
-            self._told.append(Told(shard.number, weight, shard.total))
+            self._told.append(ShardFacts(shard.number, weight, shard.total))
         self._add(shard.number, gradients)
 
     def _refuse_other_parameters(self, shard: Shard) -> None:
@@ -317,7 +322,7 @@ class Shards:
         if self._next < self._mine.stop:
             self._add(self._mine.stop - 1, [None] * len(self._parameters))
         nodes = self._sums.nodes()
-        mine, plan = self._facts(nodes), self._state.context.get(Plan)
+        mine, kept = self._facts(nodes), self._state.context.get(StepsOfModel)
         self._has_told = True
         facts = Facts(exchanged(self._group, mine), self._group)
         with torch.no_grad():
@@ -328,11 +333,11 @@ class Shards:
                         gradient.div_(facts.divisor)
             else:
                 context_of(self._group).get(StepsInShards)
-                sums = plan.sums(self._group, self._num_shards, self._parameters)
+                sums = kept.sums(self._group, self._num_shards, self._parameters)
                 total = sums(nodes, facts.used, facts.divisor)
             self._buffers.finish(self._group, facts.changed, facts.shards)
         self.loss = facts.loss
-        plan.note(mine["fingerprint"], tells=self._rank == 0)
+        kept.note(mine["fingerprint"], tells=self._rank == 0)
         self._leave()
         self._put_back(total)
         for engine in self._state.engines:

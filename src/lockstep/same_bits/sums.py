@@ -287,10 +287,10 @@ class SumOverRanks:
             return None
         rows, numel = [_rows(each, chunk) for each in buffers.of_ranks], chunk.numel
         each = numel // self._size
-        step = max(4096, _BLOCK_NUMEL // self._root[1])
+        block = max(4096, _BLOCK_NUMEL // self._root[1])
         with torch.inference_mode():
-            for start in range(self._rank * each, (self._rank + 1) * each, step):
-                stop = min(start + step, (self._rank + 1) * each)
+            for start in range(self._rank * each, (self._rank + 1) * each, block):
+                stop = min(start + block, (self._rank + 1) * each)
                 values = {
                     node: row[start:stop]
                     for nodes, its in zip(self._nodes, rows, strict=True)

@@ -50,7 +50,7 @@ class StepsInShards:
     """In the context of a group over which models have taken steps in shards."""
 
 
-class Plan:
+class StepsOfModel:
     """What is kept of one model.
 
     Attributes:
@@ -99,19 +99,19 @@ class Plan:
 def steps_of(module: nn.Module) -> dict[str, Any] | None:
     """Return, for a checkpoint, what is known of the steps in shards of ``module``, if any."""
     try:
-        plan = state_of(module).context.find(Plan)
+        kept = state_of(module).context.find(StepsOfModel)
     except ModelError:  # it isn't parallel
         return None
-    if plan is None or not plan.fingerprint:
+    if kept is None or not kept.fingerprint:
         return None
-    return {"fingerprint": plan.fingerprint, "num_steps": plan.num_steps}
+    return {"fingerprint": kept.fingerprint, "num_steps": kept.num_steps}
 
 
 def continue_steps(module: nn.Module, steps: dict[str, Any]) -> None:
     """Continue with what :func:`steps_of` returned for a model, in another run maybe."""
     try:
-        plan = state_of(module).context.get(Plan)
+        kept = state_of(module).context.get(StepsOfModel)
     except ModelError:
         return
-    plan.fingerprint = {**steps["fingerprint"]}
-    plan.num_steps = as_whole_number("num_steps", steps["num_steps"], at_least=0)
+    kept.fingerprint = {**steps["fingerprint"]}
+    kept.num_steps = as_whole_number("num_steps", steps["num_steps"], at_least=0)
