@@ -18,7 +18,6 @@ from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, naming, raise_named
 from lockstep.grad.facts import Facts, Flags, Heard, write_facts
 from lockstep.grad.memory import held
-from lockstep.grad.one_pass import BucketPass
 from lockstep.torch_private import gradient_of
 
 _NOTHING = nullcontext()
@@ -59,11 +58,6 @@ class Bucket:
         is_scaled = contents.is_large and group.size().bit_count() == 1
         can = contents.plan.group is not None and not is_scaled
         self.can_average = can and can_average(group, contents.plan.device)
-
-    @property
-    def now(self) -> BucketPass:
-        """What belongs to the backward that runs."""
-        return self.contents.now
 
     @property
     def num_bytes(self) -> int:
@@ -108,9 +102,9 @@ class Bucket:
 
         Every rank must call it, in the same order of ``number``.
         """
-        self.now.is_launched = True
-        op = dist.ReduceOp.AVG if self.now.is_averaged else dist.ReduceOp.SUM
-        self.now.work = start_all_reduce(self.group, self.contents.memory.buffer, op)
+        self.contents.now.is_launched = True
+        op = dist.ReduceOp.AVG if self.contents.now.is_averaged else dist.ReduceOp.SUM
+        self.contents.now.work = start_all_reduce(self.group, self.contents.memory.buffer, op)
 
     def finish_hook(self) -> None:
         """Wait for the communication hook, if one runs."""
@@ -121,18 +115,18 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait until the bucket is reduced; on a GPU, its stream waits."""
-        if (work := self.now.work) is not None:
-            self.now.work = None
+        if (work := self.contents.now.work) is not None:
+            self.contents.now.work = None
             work.wait()
 
     def facts(self) -> Facts:
         """Return the facts of all ranks."""
-        divisor = self.group.size() if self.now.is_averaged else 1
+        divisor = self.group.size() if self.contents.now.is_averaged else 1
         return Facts(self.contents.memory.tail, divisor)
 
     def finish(self) -> None:
         """Make the reduced gradients those of the parameters: all ranks' backwards succeeded."""
-        for position in self.now.kept:
+        for position in self.contents.now.kept:
             if self.contents.accumulated[position]:
                 self.use_as_grad(position)
 
@@ -172,7 +166,7 @@ class Bucket:
     def log_filled(self, log: GradientLog) -> None:
         """Have ``log`` keep this rank's gradients, to be compared with their means."""
         # They aren't scaled if they are averaged.
-        factor = 1 if self.now.is_averaged else self.group.size()
+        factor = 1 if self.contents.now.is_averaged else self.group.size()
         log.keep(self.contents.gradients, factor)
 
     def log_of_ranks(self, log: GradientLog) -> None:
@@ -204,8 +198,8 @@ class Bucket:
                 bucket.wait()
             except RuntimeError as error:
                 raise_named(error, bucket.contents.parameter_names, bucket.group)
-            if spans.recorder is not None and (launched := bucket.now.launched_at):
-                times = (bucket.now.full_at or launched, launched, spans.now())
+            if spans.recorder is not None and (launched := bucket.contents.now.launched_at):
+                times = (bucket.contents.now.full_at or launched, launched, spans.now())
                 spans.recorder.bucket(bucket, index, times)
 
 
@@ -236,26 +230,26 @@ class HookedBucket(Bucket):
     def launch(self, number: int, *, is_last: bool) -> None:
         """Let the hook start, and the facts follow it if it ``is_last``."""
         contents = self.contents
-        if contents.parameters and not self.now.is_launched:
+        if contents.parameters and not self.contents.now.is_launched:
             bucket = GradBucket(
                 number, contents.memory.gradients, contents.parameters, is_last=is_last
             )
             with spans.span("launch", "hook"):
-                self.now.hooked = self._hook(bucket)
-            self.now.is_launched = True
+                self.contents.now.hooked = self._hook(bucket)
+            self.contents.now.is_launched = True
         if is_last:
             self.finish_hook()
-            self.now.is_launched = True
-            self.now.work = start_all_reduce(self.group, contents.memory.tail)
+            self.contents.now.is_launched = True
+            self.contents.now.work = start_all_reduce(self.group, contents.memory.tail)
 
     def is_hook_done(self) -> bool:
         """Whether the communication hook isn't running on it."""
-        return self.now.hooked is None or self.now.hooked.done()
+        return self.contents.now.hooked is None or self.contents.now.hooked.done()
 
     def finish_hook(self) -> None:
         """Wait for the communication hook, if it runs, and copy its result to the buffer."""
-        if (hooked := self.now.hooked) is not None:
-            self.now.hooked, contents = None, self.contents
+        if (hooked := self.contents.now.hooked) is not None:
+            self.contents.now.hooked, contents = None, self.contents
             names = contents.parameter_names
             with naming(names, self.group), spans.span("wait", "hook", self.num_bytes):
                 reduced = reduced_buffer(hooked, contents.numel)

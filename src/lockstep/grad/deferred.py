@@ -124,7 +124,7 @@ class DeferredBucket(UnsummedBucket):
         for position, read in self._read.items():
             gradient = gradient_of(contents.parameters[position])
             if gradient is not None and gradient is read():
-                self.now.kept[position] = gradient
+                self.contents.now.kept[position] = gradient
         self._read, self._factor = {}, None
         contents.memory = self._memory_in(self.shared.next())
 
@@ -252,7 +252,7 @@ class DeferredBucket(UnsummedBucket):
         Until now, each parameter had this rank's own gradient, in the buffer.
         """
         grown = self.contents.accumulated.tobytes()
-        if self.now.kept or 0 in grown:
+        if self.contents.now.kept or 0 in grown:
             for position in itertools.compress(range(len(grown)), grown):
                 self.use_as_grad(position)
         else:  # as in most steps
@@ -261,7 +261,7 @@ class DeferredBucket(UnsummedBucket):
 
     def use_as_grad(self, position: int) -> None:
         """Set the gradient of a parameter that any rank used: to the mean, once it is summed."""
-        kept = self.now.kept.get(position)
+        kept = self.contents.now.kept.get(position)
         if kept is not None and kept.shape == self.contents.memory.views[position].shape:
             self._sum_to(kept, position)
             self._read[position] = weakref.ref(kept)
@@ -281,8 +281,8 @@ class DeferredBucket(UnsummedBucket):
 
     def launch(self, number: int, *, is_last: bool) -> None:
         """Leave the gradients: :meth:`wait` is the barrier after which all ranks may read them."""
-        self.now.is_launched = True
-        self._op = dist.ReduceOp.AVG if self.now.is_averaged else dist.ReduceOp.SUM
+        self.contents.now.is_launched = True
+        self._op = dist.ReduceOp.AVG if self.contents.now.is_averaged else dist.ReduceOp.SUM
         self.shared.start(self.contents.memory.buffer)
 
     def wait(self) -> None:
@@ -314,7 +314,7 @@ class DeferredBucket(UnsummedBucket):
         contents = self.contents
         total = torch.empty_like(contents.memory.tail)
         self.sum_into(total, contents.numel, is_often=True)
-        return Facts(total, self.group.size() if self.now.is_averaged else 1)
+        return Facts(total, self.group.size() if self.contents.now.is_averaged else 1)
 
     def log_of_ranks(self, log: GradientLog) -> None:
         """Have ``log`` compare the gradients of all ranks."""

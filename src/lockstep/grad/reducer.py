@@ -63,6 +63,9 @@ class Reducer:
         inspect: Called with this rank's gradients of each bucket, scaled, before they are reduced.
     """
 
+    # What belongs to the backward that runs, or has failed and isn't finished; else there is none.
+    _now: ReducerPass
+
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
@@ -95,18 +98,11 @@ class Reducer:
         self.order, self.tables = GradientOrder(self.table, group), RowTables(self.table, group)
         self._skipped: set[int] = set()  # numbers of buckets, and of sparse gradients behind them
         self.last = Result()
-        # The backward that runs, or has failed and isn't finished.
-        self._pass: ReducerPass | None = None
 
     @property
     def phase(self) -> Phase:
         """What it is doing."""
-        return Phase.IDLE if self._pass is None else self._pass.phase
-
-    @property
-    def _now(self) -> ReducerPass:
-        assert self._pass is not None  # in a backward
-        return self._pass
+        return self._now.phase if hasattr(self, "_now") else Phase.IDLE
 
     @property
     def buckets(self) -> Sequence[Sequence[str]]:
@@ -153,7 +149,7 @@ class Reducer:
 
     def drop_pass(self) -> None:
         """Drop what belongs to the backward, which is over, or which no rank goes on with."""
-        self._pass = None
+        vars(self).pop("_now", None)
         for bucket in self._buckets:
             bucket.end()
 
@@ -176,7 +172,7 @@ class Reducer:
             self.finish()
         table = self.table
         # Also if there is no memory for buckets. Gradients that came before are ``accumulated``.
-        now = self._pass = ReducerPass(table.sparse, Phase.COLLECTING)
+        now = self._now = ReducerPass(table.sparse, Phase.COLLECTING)
         now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
         Bucket.open_all(self._buckets, now.scale)
         if self.last.order is not None and not self.is_rearranged:
@@ -184,7 +180,8 @@ class Reducer:
             self.tables.agree()
             self.is_rearranged = True  # on every rank, as none of them has raised
             self._arrange(order)
-        is_other = self.tables.leave_out(self._buckets, table.order)
+        tables = self.tables
+        is_other = bool(tables.indices) and tables.leave_out(self._buckets, table.order)
         if is_other or not self._buckets or self._arranged_for is not self.comm_hook:
             self._arrange(table.order)
         Bucket.begin_all(self._buckets)
@@ -192,7 +189,7 @@ class Reducer:
         now.launch_order = [self] if launch_order is None else launch_order
         if copies_early and self._launches_early:  # the first backward may add to a gradient twice
             for bucket in self._buckets:
-                bucket.now.copy_scale = bucket.now.scale
+                bucket.contents.now.copy_scale = bucket.contents.now.scale
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
@@ -222,7 +219,7 @@ class Reducer:
         for position in {self.table.position_of[id(parameter)] for parameter in parameters}:
             if position < self.table.sparse.start:
                 self._now.states[position] = UNUSED
-                self._bucket_at[position].now.num_missing -= 1
+                self._bucket_at[position].contents.now.num_missing -= 1
 
     def mark_accumulated(self, parameter: torch.Tensor) -> None:
         """Note that the gradient of ``parameter``, if it is known here, has grown unreduced."""
@@ -253,10 +250,10 @@ class Reducer:
         """Return the number of gradients that may become ready before :meth:`mark_ready`."""
         # If gradients come in order, the next bucket that isn't full will be, or the one behind it.
         now, most = self._now, len(self.table.named)
-        filling = (one for one in self._buckets[now.next_launch :] if one.now.num_missing)
+        filling = (one for one in self._buckets[now.next_launch :] if one.contents.now.num_missing)
         for bucket in itertools.islice(filling, 2):
             chunk = bucket.contents.chunk if now.copies_early else most
-            most = min(most, bucket.now.num_missing, chunk)
+            most = min(most, bucket.contents.now.num_missing, chunk)
         return most
 
     def _mark_awaited(self, first: int, last: int) -> None:
@@ -269,7 +266,7 @@ class Reducer:
         while first < last:
             bucket = self._bucket_at[first]
             stop = min(last, bucket.contents.stop)
-            bucket.now.num_missing -= stop - first
+            bucket.contents.now.num_missing -= stop - first
             first = stop
             self._look_at(bucket)
 
@@ -285,7 +282,7 @@ class Reducer:
             now.note_arrival(table, position)
             now.next_position = position + 1
             bucket = self._bucket_at[position]
-            bucket.now.num_missing -= 1
+            bucket.contents.now.num_missing -= 1
             grown[bucket] = None
         for bucket in grown:
             self._look_at(bucket)
@@ -293,11 +290,11 @@ class Reducer:
     def _look_at(self, bucket: Bucket) -> None:
         """Copy new gradients of ``bucket`` early, or launch buckets if it is full."""
         now = self._now
-        if bucket.now.num_missing:
+        if bucket.contents.now.num_missing:
             if now.copies_early:
                 bucket.contents.copy_ready(now.states)
             return
-        bucket.now.full_at = bucket.now.full_at or spans.now()
+        bucket.contents.now.full_at = bucket.contents.now.full_at or spans.now()
         if self._launches_early:
             for reducer in now.launch_order:
                 if not reducer.launch_full_buckets():
@@ -310,9 +307,9 @@ class Reducer:
             LateGradient: If its bucket has been launched already in this backward.
         """
         table = self.table
-        if self._pass is None:
-            self._pass = ReducerPass(table.sparse, Phase.IDLE)
-        now, position = self._pass, table.position_of[id(parameter)]
+        if not hasattr(self, "_now"):
+            self._now = ReducerPass(table.sparse, Phase.IDLE)
+        now, position = self._now, table.position_of[id(parameter)]
         if now.phase is not Phase.IDLE and position < len(self._bucket_at):
             contents = self._bucket_at[position].contents
             if contents.is_too_late_for(position - contents.start):
@@ -331,7 +328,7 @@ class Reducer:
         Shown by test_a_backward_that_fails_at_different_places_on_each_rank.
         """
         if self.phase is Phase.IDLE:
-            self._pass = None  # of gradients that have come before the backward began here
+            vars(self).pop("_now", None)  # of gradients that came before the backward began here
             return
         self._now.phase, self._now.launch_order = Phase.FAILED, ()
         self._log.drop()
@@ -343,7 +340,7 @@ class Reducer:
         now, last = self._now, len(self._buckets) - 1
         while self._launches_early and now.next_launch < last:
             before = self._buckets[max(0, now.next_launch - 1)]
-            if self._buckets[now.next_launch].now.num_missing or not before.is_hook_done():
+            if self._buckets[now.next_launch].contents.now.num_missing or not before.is_hook_done():
                 return False
             with without_autograd():
                 self._launch()
@@ -455,13 +452,13 @@ class Reducer:
     def _launch(self) -> None:
         now, index = self._now, self._now.next_launch
         bucket = self._buckets[index]
-        bucket.now.launched_at = spans.now()
+        bucket.contents.now.launched_at = spans.now()
         is_last = index == len(self._buckets) - 1
         if not is_last and self._skips(index, any(bucket.contents.accumulated)):
-            bucket.now.is_launched, now.next_launch = True, index + 1
+            bucket.contents.now.is_launched, now.next_launch = True, index + 1
             return
         is_failed = now.phase is Phase.FAILED
-        if not bucket.now.is_launched:  # it is if its hook has failed
+        if not bucket.contents.now.is_launched:  # it is if its hook has failed
             if is_failed:
                 bucket.fill_failed()
             else:

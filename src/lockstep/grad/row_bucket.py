@@ -83,12 +83,15 @@ class RowBucket(Bucket):
         if gradient is None:  # zero_grad() has dropped it, or this rank didn't use the table
             contents.accumulated[0] = 0
             self._mine = self._no_rows()
-        elif found is None or not contents.accumulated[0] or self.now.kept:
+        elif found is None or not contents.accumulated[0] or self.contents.now.kept:
             self._mine = None
             contents.fill()
         else:
             indices, rows = found
-            self._mine = indices, rows if self.now.scale == 1 else rows * self.now.scale
+            self._mine = (
+                indices,
+                rows if self.contents.now.scale == 1 else rows * self.contents.now.scale,
+            )
             contents.renew_views(0, 1)
             # The rows stay the gradient until there is a mean: the memory has that of the last
             # backward.
@@ -108,10 +111,10 @@ class RowBucket(Bucket):
 
     def launch(self, number: int, *, is_last: bool) -> None:
         """Start to tell the other ranks how many rows there are."""
-        self.now.is_launched = True
+        self.contents.now.is_launched = True
         self._counts = torch.zeros(self.group.size(), dtype=torch.int64)
         self._counts[self.group.rank()] = _DENSE if self._mine is None else len(self._mine[0])
-        self.now.work = start_all_gather_in_place(self.group, self._counts)
+        self.contents.now.work = start_all_gather_in_place(self.group, self._counts)
 
     def wait(self) -> None:
         """Wait until the ranks have told, and exchange rows, or sum whole gradients.
@@ -125,7 +128,7 @@ class RowBucket(Bucket):
         gradient = self._own_rows()
         if self._mine is not None and gradient is not None and not gradient.computed_rows():
             # A hook has seen the gradient since, and may have written to it.
-            indices, scale = self._mine[0], self.now.scale
+            indices, scale = self._mine[0], self.contents.now.scale
             self._mine = indices, gradient.as_dense()[indices] * scale
         numbers: list[int] = counts.tolist()
         if _DENSE in numbers:
@@ -139,7 +142,7 @@ class RowBucket(Bucket):
         if self._mine is not None:
             memory.views[0].zero_().index_copy_(0, *self._mine)
         self._sent_bytes = self.contents.num_bytes
-        op = dist.ReduceOp.AVG if self.now.is_averaged else dist.ReduceOp.SUM
+        op = dist.ReduceOp.AVG if self.contents.now.is_averaged else dist.ReduceOp.SUM
         start_all_reduce(self.group, memory.buffer, op).wait()
 
     def _exchange(self, counts: Sequence[int]) -> None:
@@ -170,7 +173,7 @@ class RowBucket(Bucket):
             # Sums in a narrow dtype would be rounded once per rank.
             wide = view.dtype if view.itemsize > 2 else torch.float32
             indices, total = sum_of_rows(self._by_rank, wide)
-            if self.now.is_averaged:
+            if self.contents.now.is_averaged:
                 total.div_(self.group.size())
             view.zero_().index_copy_(0, indices, total.to(view.dtype))
         if self._own_rows() is not None:
@@ -190,7 +193,7 @@ class RowBucket(Bucket):
 
     def undo(self) -> None:
         """The backward has failed here: a gradient that wasn't launched stays, whole."""
-        if self.now.is_launched:
+        if self.contents.now.is_launched:
             self.drop()
         self._make_dense()
         super().undo()
@@ -260,8 +263,6 @@ class RowTables:
 
         ``order`` has the index of the parameter at each position.
         """
-        if not self.indices:
-            return False
         positions = [
             b.contents.start for b in buckets if isinstance(b, RowBucket) and b.is_ordinary
         ]

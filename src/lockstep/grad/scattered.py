@@ -66,7 +66,7 @@ class ScatteredBucket(UnsummedBucket):
         Then ranks gather them at the end of the backward; not on a GPU, where they would have to
         wait for it in each step to learn of each other.
         """
-        return self._has_holders or bool(self.now.kept)
+        return self._has_holders or bool(self.contents.now.kept)
 
     def sum_watched(self) -> None:
         """Gather the means of all ranks."""
@@ -78,9 +78,12 @@ class ScatteredBucket(UnsummedBucket):
         In join() it is an all-reduce: ranks without data don't know when others read gradients.
         Shown by test_ranks_may_have_loops_of_different_lengths.
         """
-        self.now.is_launched, self._is_reduced = True, join_state_of(self.group) is not None
+        self.contents.now.is_launched, self._is_reduced = (
+            True,
+            join_state_of(self.group) is not None,
+        )
         start = start_all_reduce if self._is_reduced else start_reduce_scatter
-        self.now.work = start(self.group, self.contents.memory.buffer)
+        self.contents.now.work = start(self.group, self.contents.memory.buffer)
 
     def finish(self) -> None:
         """Make the gradients unsummed: all ranks' backwards have succeeded."""
@@ -94,7 +97,7 @@ class ScatteredBucket(UnsummedBucket):
         if self._is_reduced:
             super().use_as_grad(position)
             return
-        self.now.unchanged.pop(position, None)
+        self.contents.now.unchanged.pop(position, None)
         set_gradient(self.contents.parameters[position], None)
         self.unsummed[position] = 1
 
