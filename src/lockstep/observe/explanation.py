@@ -204,7 +204,7 @@ def _of_ranks(model: nn.Module, state: Any, inputs: Sequence[Any]) -> dict[str, 
         for policy in _POLICIES:
             policies |= {id(b): policy for b in engine.buffers.named(policy).values()}
     is_alone = "there is one rank, and nothing is sent"
-    followers = {id(t) for engine in engines for t in engine.everything_that_follows()}
+    followers = {id(t) for engine in engines for t in engine.tensors_in_step()}
     is_early = all(engine.num_backwards > 1 for engine in engines)
     _tell_when(facts["buckets"], is_early)
     for name, parameter in module.named_parameters():
