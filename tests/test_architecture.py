@@ -82,7 +82,7 @@ SHELVES = {
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_313,
         "world": 2_849,
-        "grad": 3_489,
+        "grad": 3_504,
         "nn": 8_361,
         "launcher": 6_242,
         "train": BUDGET_OF_A_MODULE,

@@ -194,8 +194,8 @@ SHOWN = [
     mutation(
         "test_ranks_may_have_loops_of_different_lengths",
         "grad/scattered.py",
-        "self._is_reduced = True, join_state_of(self.group) is not None",
-        "self._is_reduced = True, False",
+        "now.is_reduced = True, join_state_of(self.group) is not None",
+        "now.is_reduced = True, False",
     ),
     mutation(
         "test_store_that_does_not_answer_is_not_waited_for",

@@ -20,8 +20,8 @@ WAITS = [
     _wait(
         _SHARDED,
         "grad/bucket.py",
-        "            self.now.work = None\n            work.wait()\n",
-        "            self.now.work = None\n",
+        "            self.contents.now.work = None\n            work.wait()\n",
+        "            self.contents.now.work = None\n",
     ),
     # A communication hook isn't waited for.
     _wait(

@@ -106,6 +106,8 @@ class BucketPass:
         hooked: The result of its communication hook, while that runs.
         kept: By position, gradients that the program has too: a parameter's stays the same tensor.
         unchanged: By position, copies of gradients in the memory that haven't grown on this rank.
+        is_reduced: Whether a bucket that is scattered was all-reduced instead.
+        has_holders: Whether the program has views of the memory in which gradients are added to.
         full_at, launched_at: When its last gradient came, if all have, and when it was launched.
     """
 
@@ -117,4 +119,5 @@ class BucketPass:
         self.hooked: torch.futures.Future[torch.Tensor] | None = None
         self.kept: dict[int, torch.Tensor] = {}
         self.unchanged: dict[int, torch.Tensor] = {}
+        self.is_reduced = self.has_holders = False
         self.full_at = self.launched_at = 0

@@ -78,7 +78,7 @@ class Reducer:
         is_kept: bool = True,
     ) -> None:
         # What it reduces, and how.
-        self.process_group, self._size = group, group.size()
+        self.process_group = group
         self.table = GradientTable(named_parameters, sparse)
         self._caps = cap_bytes, first_cap_bytes
         self._skip_unused, self._is_kept = skip_unused, is_kept
@@ -465,7 +465,7 @@ class Reducer:
                 bucket.fill()
                 if self.inspect is not None:
                     bucket.show_local(self.inspect)
-                if self._log.compares and now.scale == 1 / self._size:
+                if self._log.compares and now.scale == 1 / self.process_group.size():
                     bucket.log_filled(self._log)
         if is_last:
             # All buckets are filled by now, so the facts are final.

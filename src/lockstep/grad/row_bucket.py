@@ -34,6 +34,21 @@ _DENSE = -1
 _INDEX_BYTES = torch.int64.itemsize
 
 
+class _RowPass:
+    """What belongs to one backward of a table, besides its :class:`BucketPass`.
+
+    Attributes:
+        mine: This rank's rows, scaled, if it has rows alone.
+        counts: How many rows each rank has, while the ranks tell each other.
+        by_rank: All ranks' rows.
+    """
+
+    def __init__(self) -> None:
+        self.mine: Rows | None = None
+        self.counts: torch.Tensor | None = None
+        self.by_rank: Sequence[Rows] = ()
+
+
 class RowBucket(Bucket):
     """A table, of whose gradient the rows travel; where a rank has more than rows, all of it does.
 
@@ -44,6 +59,7 @@ class RowBucket(Bucket):
     """
 
     carries_facts = False
+    _rows: _RowPass
 
     def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
         super().__init__(contents, group)
@@ -53,11 +69,6 @@ class RowBucket(Bucket):
         # In how many backwards in a row all of the gradient has travelled.
         self._num_dense = 0
         self._sent_bytes = 0
-        # Of the backward that runs: this rank's rows, scaled, if it has rows alone; how many each
-        # rank has; and all ranks' rows.
-        self._mine: Rows | None = None
-        self._counts: torch.Tensor | None = None
-        self._by_rank: Sequence[Rows] = ()
 
     @classmethod
     def of(cls, gradients: TableSlice, group: dist.ProcessGroup) -> RowBucket:
@@ -75,6 +86,11 @@ class RowBucket(Bucket):
         """Whether the table is to be in an ordinary bucket from now on, on all ranks."""
         return self._num_dense >= _MOST_DENSE
 
+    def open_pass(self, scale: float) -> None:
+        """Take up what belongs to a backward."""
+        super().open_pass(scale)
+        self._rows = _RowPass()
+
     def fill(self) -> None:
         """Take this rank's rows, or copy all of its gradient if it has more."""
         contents, parameter = self.contents, self.contents.parameters[0]
@@ -82,13 +98,13 @@ class RowBucket(Bucket):
         found = gradient.computed_rows() if isinstance(gradient, RowGradient) else None
         if gradient is None:  # zero_grad() has dropped it, or this rank didn't use the table
             contents.accumulated[0] = 0
-            self._mine = self._no_rows()
+            self._rows.mine = self._no_rows()
         elif found is None or not contents.accumulated[0] or self.contents.now.kept:
-            self._mine = None
+            self._rows.mine = None
             contents.fill()
         else:
             indices, rows = found
-            self._mine = (
+            self._rows.mine = (
                 indices,
                 rows if self.contents.now.scale == 1 else rows * self.contents.now.scale,
             )
@@ -98,12 +114,12 @@ class RowBucket(Bucket):
 
     def show_local(self, inspect: Inspect) -> None:
         """Show this rank's gradient: all of it in the memory, or its rows."""
-        inspect(self.contents, None if self._mine is None else self._mine[1])
+        inspect(self.contents, None if self._rows.mine is None else self._rows.mine[1])
 
     def fill_failed(self) -> None:
         """Have no rows: the facts tell the others that the backward has failed here."""
         self.contents.leave_held(itertools.repeat(None))
-        self._mine = self._no_rows()
+        self._rows.mine = self._no_rows()
 
     def _no_rows(self) -> Rows:
         view = self.contents.memory.views[0]
@@ -112,9 +128,11 @@ class RowBucket(Bucket):
     def launch(self, number: int, *, is_last: bool) -> None:
         """Start to tell the other ranks how many rows there are."""
         self.contents.now.is_launched = True
-        self._counts = torch.zeros(self.group.size(), dtype=torch.int64)
-        self._counts[self.group.rank()] = _DENSE if self._mine is None else len(self._mine[0])
-        self.contents.now.work = start_all_gather_in_place(self.group, self._counts)
+        self._rows.counts = torch.zeros(self.group.size(), dtype=torch.int64)
+        self._rows.counts[self.group.rank()] = (
+            _DENSE if self._rows.mine is None else len(self._rows.mine[0])
+        )
+        self.contents.now.work = start_all_gather_in_place(self.group, self._rows.counts)
 
     def wait(self) -> None:
         """Wait until the ranks have told, and exchange rows, or sum whole gradients.
@@ -122,14 +140,14 @@ class RowBucket(Bucket):
         All ranks come here in the order of their buckets, once all of these are launched.
         """
         super().wait()
-        counts, self._counts = self._counts, None
+        counts, self._rows.counts = self._rows.counts, None
         if counts is None:  # no rank uses the table, and nothing is sent
             return
         gradient = self._own_rows()
-        if self._mine is not None and gradient is not None and not gradient.computed_rows():
+        if self._rows.mine is not None and gradient is not None and not gradient.computed_rows():
             # A hook has seen the gradient since, and may have written to it.
-            indices, scale = self._mine[0], self.contents.now.scale
-            self._mine = indices, gradient.as_dense()[indices] * scale
+            indices, scale = self._rows.mine[0], self.contents.now.scale
+            self._rows.mine = indices, gradient.as_dense()[indices] * scale
         numbers: list[int] = counts.tolist()
         if _DENSE in numbers:
             self._sum_whole()
@@ -139,25 +157,25 @@ class RowBucket(Bucket):
     def _sum_whole(self) -> None:
         self._num_dense += 1
         memory = self.contents.memory
-        if self._mine is not None:
-            memory.views[0].zero_().index_copy_(0, *self._mine)
+        if self._rows.mine is not None:
+            memory.views[0].zero_().index_copy_(0, *self._rows.mine)
         self._sent_bytes = self.contents.num_bytes
         op = dist.ReduceOp.AVG if self.contents.now.is_averaged else dist.ReduceOp.SUM
         start_all_reduce(self.group, memory.buffer, op).wait()
 
     def _exchange(self, counts: Sequence[int]) -> None:
         """Get all ranks' rows, each rank's with room for as many as any has."""
-        assert self._mine is not None  # or this rank would have told so
+        assert self._rows.mine is not None  # or this rank would have told so
         self._num_dense = 0
-        most, rows = max(counts), self._mine[1]
+        most, rows = max(counts), self._rows.mine[1]
         width = rows[0].nbytes if len(rows) else self.contents.memory.views[0][0].nbytes
         wire = torch.empty(most * (_INDEX_BYTES + width), dtype=torch.uint8)
         self._sent_bytes = wire.nbytes
-        for whole, part in zip(self._halves(wire), self._mine, strict=True):
+        for whole, part in zip(self._halves(wire), self._rows.mine, strict=True):
             whole[: len(part)].copy_(part)
         gathered = map(self._halves, all_gather(self.group, wire) if most else [])
-        self._by_rank = [(i[:n], v[:n]) for (i, v), n in zip(gathered, counts, strict=False)]
-        self._by_rank = self._by_rank or [self._mine]  # no rows on any rank
+        self._rows.by_rank = [(i[:n], v[:n]) for (i, v), n in zip(gathered, counts, strict=False)]
+        self._rows.by_rank = self._rows.by_rank or [self._rows.mine]  # no rows on any rank
 
     def _halves(self, wire: torch.Tensor) -> Rows:
         """Return the room for indices in ``wire``, and that for rows behind it."""
@@ -168,11 +186,11 @@ class RowBucket(Bucket):
 
     def finish(self) -> None:
         """Write the means of the rows to the gradient: all ranks' backwards succeeded."""
-        if self._by_rank:
+        if self._rows.by_rank:
             view = self.contents.memory.views[0]
             # Sums in a narrow dtype would be rounded once per rank.
             wide = view.dtype if view.itemsize > 2 else torch.float32
-            indices, total = sum_of_rows(self._by_rank, wide)
+            indices, total = sum_of_rows(self._rows.by_rank, wide)
             if self.contents.now.is_averaged:
                 total.div_(self.group.size())
             view.zero_().index_copy_(0, indices, total.to(view.dtype))
@@ -204,10 +222,10 @@ class RowBucket(Bucket):
 
     def end(self) -> None:
         """Drop what belongs to the backward, which is over."""
-        if self._mine is not None:  # if a rank is lost, there is no mean
+        rows: _RowPass | None = vars(self).pop("_rows", None)
+        if rows is not None and rows.mine is not None:  # if a rank is lost, there is no mean
             self._make_dense()
         super().end()
-        self._mine, self._counts, self._by_rank = None, None, ()
 
     def log_filled(self, log: GradientLog) -> None:
         """Keep nothing: the memory has no gradient yet."""

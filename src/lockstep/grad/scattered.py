@@ -33,12 +33,6 @@ class ScatteredBucket(UnsummedBucket):
     are views of the buffer, as in other buckets.
     """
 
-    def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
-        super().__init__(contents, group)
-        # Whether the last launch was an all-reduce, as in join(); whether the program has views of
-        # the memory in which the running backward adds to gradients.
-        self._is_reduced = self._has_holders = False
-
     @classmethod
     def of(cls, gradients: TableSlice, group: dist.ProcessGroup, num_facts: int) -> Self:
         """Make one, whose padding at the end makes the means of each rank equally many."""
@@ -58,7 +52,9 @@ class ScatteredBucket(UnsummedBucket):
         self.sum_unsummed()
         super().begin()
         contents = self.contents
-        self._has_holders = contents.memory.has_holders(map(gradient_of, contents.parameters))
+        self.contents.now.has_holders = contents.memory.has_holders(
+            map(gradient_of, contents.parameters)
+        )
 
     def is_watched(self) -> bool:
         """Whether the program may see its gradients past ``parameter.grad``, which gathers them.
@@ -66,7 +62,7 @@ class ScatteredBucket(UnsummedBucket):
         Then ranks gather them at the end of the backward; not on a GPU, where they would have to
         wait for it in each step to learn of each other.
         """
-        return self._has_holders or bool(self.contents.now.kept)
+        return self.contents.now.has_holders or bool(self.contents.now.kept)
 
     def sum_watched(self) -> None:
         """Gather the means of all ranks."""
@@ -78,23 +74,21 @@ class ScatteredBucket(UnsummedBucket):
         In join() it is an all-reduce: ranks without data don't know when others read gradients.
         Shown by test_ranks_may_have_loops_of_different_lengths.
         """
-        self.contents.now.is_launched, self._is_reduced = (
-            True,
-            join_state_of(self.group) is not None,
-        )
-        start = start_all_reduce if self._is_reduced else start_reduce_scatter
-        self.contents.now.work = start(self.group, self.contents.memory.buffer)
+        now = self.contents.now
+        now.is_launched, now.is_reduced = True, join_state_of(self.group) is not None
+        start = start_all_reduce if now.is_reduced else start_reduce_scatter
+        now.work = start(self.group, self.contents.memory.buffer)
 
     def finish(self) -> None:
         """Make the gradients unsummed: all ranks' backwards have succeeded."""
-        if self._is_reduced:
+        if self.contents.now.is_reduced:
             return
         for position in itertools.compress(range(len(self.unsummed)), self.contents.accumulated):
             self.use_as_grad(position)
 
     def use_as_grad(self, position: int) -> None:
         """Make the gradient of a parameter that any rank used unsummed."""
-        if self._is_reduced:
+        if self.contents.now.is_reduced:
             super().use_as_grad(position)
             return
         self.contents.now.unchanged.pop(position, None)
