@@ -17,7 +17,7 @@ from lockstep.launcher.failures import Ended
 from lockstep.launcher.job import Meeting
 from lockstep.launcher.membership import Candidate, Membership, chosen
 from tests.launcher.bench import Bench, free_port, lines_of
-from tests.waiting import until
+from tests.waiting import until, until_line
 
 pytestmark = pytest.mark.forks
 
@@ -196,12 +196,6 @@ def total() -> int:
     return found
 
 
-def wait_for(word: str, run: subprocess.Popen[str]) -> None:
-    assert run.stdout is not None
-    while word not in (line := run.stdout.readline()):
-        assert line, run.communicate()
-
-
 @pytest.mark.long
 def test_host_that_comes_later_takes_part_and_one_that_is_lost_is_not_waited_for(
     bench: Bench,
@@ -216,10 +210,10 @@ def test_host_that_comes_later_takes_part_and_one_that_is_lost_is_not_waited_for
 
     runs = [start(host) for host in range(2)]
     for run in runs:
-        wait_for("2 ranks", run)
+        until_line("2 ranks", run)
     runs.append(start(2))
     for run in runs:
-        wait_for("3 ranks", run)
+        until_line("3 ranks", run)
     runs[1].kill()
     runs[1].communicate()
     for number, run in ((0, runs[0]), (1, runs[2])):

@@ -18,7 +18,7 @@ from lockstep.launcher import START_AGAIN
 from lockstep.launcher.hosts import Host
 from tests.launcher.bench import Bench, free_port, lines_of
 from tests.network import hosts_of_a_network
-from tests.waiting import until
+from tests.waiting import until, until_line
 
 pytestmark = pytest.mark.forks
 
@@ -90,7 +90,7 @@ class TwoHosts:
         """Both hosts, when their ranks wait in step 8 of the first attempt."""
         runs = [self.start(host, WAITS="0") for host in range(2)]
         for run in runs:
-            wait_for("waiting", run)
+            until_line("waiting", run)
         return runs
 
     def undisturbed(self) -> str:
@@ -99,12 +99,6 @@ class TwoHosts:
         assert bits.startswith("bits")
         remove(self._bench.directory / "run")
         return bits
-
-
-def wait_for(word: str, run: subprocess.Popen[str]) -> None:
-    assert run.stdout is not None
-    while word not in (line := run.stdout.readline()):
-        assert line, run.communicate()
 
 
 def lines(run: subprocess.Popen[str], host: int) -> list[str]:
@@ -190,7 +184,7 @@ def test_hosts_that_have_saved_are_to_be_started_again(bench: Bench) -> None:
     expected = hosts.undisturbed()
     runs = [hosts.start(host, SLEEP="0.3") for host in range(2)]
     for run in runs:
-        wait_for("attempt 0", run)
+        until_line("attempt 0", run)
     runs[1].send_signal(signal.SIGTERM)
     for run in runs:
         _, err = run.communicate(timeout=100)

@@ -27,11 +27,7 @@ ERRORS = ("ENOSPC", "EACCES", "EIO", "EMFILE")
 NUM_STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that has logged nothing yet."""
-    monkeypatch.setattr(logger, "_logger", logger._Logger())
-    lockstep.log_to(lines=False)
+pytestmark = pytest.mark.usefixtures("nothing_logged")
 
 
 def train_and_log(at: Mapping[int, Callable[[], object]] | None = None) -> None:

@@ -22,12 +22,7 @@ from lockstep.observe import logger, report
 from lockstep.observe.trace_files import read_folder
 from lockstep.status import RunStatus
 
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that has logged nothing yet."""
-    monkeypatch.setattr(logger, "_logger", logger._Logger())
-    lockstep.log_to(lines=False)
+pytestmark = pytest.mark.usefixtures("nothing_logged")
 
 
 def test_rank_0_is_recorded_with_steps_that_count_up(tmp_path: Path) -> None:

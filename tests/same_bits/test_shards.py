@@ -261,7 +261,7 @@ class _RankFirst(sums.LocalSums):
 
 def test_a_sum_of_each_ranks_shards_first_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: without the order of the tree the comparison fails."""
-    monkeypatch.setattr("lockstep.same_bits.step.LocalSums", _RankFirst)
+    monkeypatch.setattr("lockstep.same_bits.local_step.LocalSums", _RankFirst)
     monkeypatch.setattr(sums, "cover", lambda shards, root: [(shards.start, shards.stop)])
 
     def in_turn(root: Any, values: Any, add: Any) -> Any:

@@ -173,12 +173,6 @@ class Bucket:
         """Have ``log`` compare the gradients of all ranks, where this rank can read them."""
 
     @staticmethod
-    def open_all(buckets: Sequence[Bucket], scale: float) -> None:
-        """Take up what belongs to a backward in ``buckets``."""
-        for bucket in buckets:
-            bucket.open_pass(scale)
-
-    @staticmethod
     def begin_all(buckets: Sequence[Bucket]) -> None:
         """Begin a backward with ``buckets``, and find the gradients that the program holds."""
         for bucket in buckets:

@@ -174,7 +174,8 @@ class Reducer:
         # Also if there is no memory for buckets. Gradients that came before are ``accumulated``.
         now = self._now = ReducerPass(table.sparse, Phase.COLLECTING)
         now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
-        Bucket.open_all(self._buckets, now.scale)
+        for bucket in self._buckets:
+            bucket.open_pass(now.scale)
         if self.last.order is not None and not self.is_rearranged:
             order = self.order.agreed(self.last.order)
             self.tables.agree()
@@ -204,7 +205,8 @@ class Reducer:
             self.table, assigned, group, kept, hook=hook, is_shared=self._is_kept
         )
         self._arranged_for = hook
-        Bucket.open_all(self._buckets, self._now.scale)
+        for bucket in self._buckets:
+            bucket.open_pass(self._now.scale)
         self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.contents.parameters]
         self.chunk_ends = [p for bucket in self._buckets for p in bucket.contents.chunk_ends()]
 

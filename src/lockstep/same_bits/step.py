@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -21,8 +20,6 @@ from lockstep.nn import (
     Shard,
     backward_sync_of,
     current_shard,
-    policy_of,
-    set_current_shard,
     state_of,
     watch_steps_in_shards,
 )
@@ -33,17 +30,14 @@ from lockstep.same_bits.between_steps import (
     fingerprint_of,
     use_threads,
 )
-from lockstep.same_bits.buffers import BuffersOfStep
-from lockstep.same_bits.facts import Facts, ShardFacts, as_digits, exchanged
+from lockstep.same_bits.facts import Facts, as_digits, exchanged
+from lockstep.same_bits.local_step import LocalStep
 from lockstep.same_bits.refusals import check
-from lockstep.same_bits.sums import Gradients, LocalSums, shards_of
+from lockstep.same_bits.sums import Gradients, shards_of
 from lockstep.same_bits.turns import exclusive
-from lockstep.torch_private import _foreach_mul_, gradient_of
 
 _log = logging.getLogger("lockstep")
 
-# As torch's allocator aligns memory.
-LINE_BYTES = 64
 # Apart from other seeds that are mixed of a seed and some numbers.
 _SHARDS = -5
 
@@ -175,11 +169,8 @@ class Shards:
         self._had, self._left = [*numbers], [*numbers]
         self._mine = shards_of(self._rank, self._num_ranks, num_shards)
         self._seeds = Seeds()
-        # While the loop runs: what it undoes at its end; the shard whose turn it is.
-        self._open: ExitStack | None = None
+        self._local: LocalStep | None = None  # while the loop runs
         self._is_over = self._has_told = self._is_given_up = False
-        self._shard: Shard | None = None
-        self._told: list[ShardFacts] = []
 
     def __iter__(self) -> Self:
         """The iterator itself."""
@@ -196,13 +187,17 @@ class Shards:
         if self._is_over:
             raise StopIteration
         try:
-            if self._open is None:
-                self._begin()
-            elif self._shard is not None:
-                self._end_shard(self._shard)
+            if self._local is None:
+                local = self._local = self._begun()
+            else:
+                local = self._local
+                local.end_shard()
             if self._left:
-                return self._begin_shard(self._left.pop(0))
-            self._finish()
+                number = self._left.pop(0)
+                local.begin_shard(Shard(number, weakref.WeakMethod(self._give_up)))
+                self._seeds.put(self._seed(number))
+                return self._batches.pop(number)
+            self._finish(local)
         except BaseException:
             self.close()
             raise
@@ -214,115 +209,44 @@ class Shards:
         The other ranks are told before the next collective. An iterator that is dropped, as when
         the loop was left by an error, is closed.
         """
-        if self._open is None:
+        if (local := self._local) is None:
             return
         try:
-            self._buffers.begin_shard()
+            local.buffers.begin_shard()
         finally:
-            self._leave()
-            self._put_back()
+            self._leave(local)
+            local.put_back()
             if self._group is not None and not self._has_told:
                 backward_sync_of(self._group).tell_failed_step = _tell_failed
 
     def _give_up(self) -> None:
         """Close it, as another loop begins; to go on with this one is an error."""
-        self._is_given_up = self._open is not None
+        self._is_given_up = self._local is not None
         self.close()
 
     def __del__(self) -> None:
         """Close it."""
-        if self._open is not None:
+        if self._local is not None:
             _log.warning(
                 "A loop over lockstep.shards() was left before its end, by an error, by break or "
                 "by a zip() that ended first. The gradients of this step are dropped."
             )
             self.close()
 
-    def _begin(self) -> None:
-        state, module = self._state, self._state.module()
-        assert module is not None
+    def _begun(self) -> LocalStep:
         if self._group is not None:
             sync = backward_sync_of(self._group)
             sync.finish_failed()
-            for engine in state.engines:
+            for engine in self._state.engines:
                 sync.refresh(engine)
         use_threads()
         watch_steps_in_shards()
-        named = dict(module.named_parameters())
-        self._names = [name for name, each in named.items() if each.requires_grad]
-        self._parameters = [named[name] for name in self._names]
-        self._sums = LocalSums(self._num_shards, self._mine)
-        self._before: Gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-            if type(parameter) is not nn.Parameter:
-                # Its update may be on its way. Nobody waits for another rank in a shard's turn: if
-                # that is a thread, it may wait for the turn.
-                parameter.detach()
-        policies = state.options.broadcast_buffers
-        self._buffers = BuffersOfStep(module, lambda name: policy_of(name, policies))
-        self._next = self._mine.start
-        self._open = ExitStack()
-        self._open.enter_context(state.no_sync())
+        return LocalStep(self._state, self._num_shards, self._mine)
 
-    def _begin_shard(self, number: int) -> Any:
-        assert self._open is not None
-        self._thread = exclusive.begin()
-        self._shard = Shard(number, weakref.WeakMethod(self._give_up))
-        set_current_shard(self._shard)
-        self._buffers.begin_shard()
-        self._seeds.put(self._seed(number))
-        return self._batches.pop(number)
-
-    def _end_shard(self, shard: Shard) -> None:
-        self._end_turn()
-        self._refuse_other_parameters(shard)
-        gradients = [*map(gradient_of, self._parameters)]
-        for parameter in self._parameters:
-            parameter.grad = None
-        there = [gradient for gradient in gradients if gradient is not None]
-        for name, gradient in zip(self._names, gradients, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise ModelError(
-                    f"The gradient of {name!r} is {gradient.layout}, and shards() adds up dense "
-                    "ones alone."
-                )
-        self._buffers.end_shard(shard.number)
-        weight = shard.weight
-        if weight is not None and weight != 1 and there:
-            with torch.no_grad():
-                _foreach_mul_(there, weight)
-        if weight is not None or there:
-            self._told.append(ShardFacts(shard.number, weight, shard.total))
-        self._add(shard.number, gradients)
-
-    def _refuse_other_parameters(self, shard: Shard) -> None:
-        """Raise if there is a gradient of a parameter that wasn't trained when the loop began."""
-        module, known = self._state.module(), {*map(id, self._parameters)}
-        assert module is not None
-        for name, each in module.named_parameters():
-            if id(each) not in known and each.requires_grad and each.grad is not None:
-                raise ModelError(
-                    f"{name!r} has a gradient after the turn of shard {shard.number}, and was not "
-                    "trained, or not there, when the loop over lockstep.shards() began. Unfreeze "
-                    "parameters, and put others in place, before the loop."
-                )
-
-    def _add(self, number: int, gradients: Gradients) -> None:
-        """Add the gradients of a shard; those before it had no samples."""
-        nothing: Gradients = [None] * len(self._parameters)
-        with torch.no_grad():
-            for empty in range(self._next, number):
-                self._sums.add(empty, nothing)
-            self._sums.add(number, gradients)
-        self._next = number + 1
-
-    def _finish(self) -> None:
+    def _finish(self, local: LocalStep) -> None:
         """End the step with the other ranks."""
-        if self._next < self._mine.stop:
-            self._add(self._mine.stop - 1, [None] * len(self._parameters))
-        nodes = self._sums.nodes()
-        mine, kept = self._facts(nodes), self._state.context.get(StepsOfModel)
+        nodes = local.nodes()
+        mine, kept = self._facts(local, nodes), self._state.context.get(StepsOfModel)
         self._has_told = True
         facts = Facts(exchanged(self._group, mine), self._group)
         with torch.no_grad():
@@ -333,54 +257,36 @@ class Shards:
                         gradient.div_(facts.divisor)
             else:
                 context_of(self._group).get(StepsInShards)
-                sums = kept.sums(self._group, self._num_shards, self._parameters)
+                sums = kept.sums(self._group, self._num_shards, local.parameters)
                 total = sums(nodes, facts.used, facts.divisor)
-            self._buffers.finish(self._group, facts.changed, facts.shards)
+            local.buffers.finish(self._group, facts.changed, facts.shards)
         self.loss = facts.loss
         kept.note(mine["fingerprint"], tells=self._rank == 0)
-        self._leave()
-        self._put_back(total)
+        self._leave(local)
+        local.put_back(total)
         for engine in self._state.engines:
             engine.take_means()
         with exclusive:
             self._seeds.put(self._seed(self._num_shards))
 
-    def _facts(self, nodes: Mapping[Any, Gradients]) -> dict[str, Any]:
+    def _facts(self, local: LocalStep, nodes: Mapping[Any, Gradients]) -> dict[str, Any]:
         """Return what this rank tells the others at the end of the step."""
         sets = nodes.values()
-        used = [any(its[at] is not None for its in sets) for at in range(len(self._names))]
+        used = [any(its[at] is not None for its in sets) for at in range(len(local.names))]
         return {
             "fingerprint": fingerprint_of(self._num_shards),
             "place": self._place,
-            "buffers": self._buffers.digest(),
-            "told": self._told,
+            "buffers": local.buffers.digest(),
+            "told": local.told,
             "used": as_digits(used),
-            "changed": as_digits(self._buffers.changed()),
+            "changed": as_digits(local.buffers.changed()),
             "shards": self._had,
         }
 
-    def _leave(self) -> None:
+    def _leave(self, local: LocalStep) -> None:
         """End what lasts as long as the loop."""
-        assert self._open is not None
-        self._end_turn()
-        opened, self._open, self._is_over = self._open, None, True
-        opened.close()
-
-    def _end_turn(self) -> None:
-        if self._shard is not None:
-            if current_shard() is self._shard:
-                set_current_shard(None)
-            self._shard = None
-            exclusive.end(self._thread)
-
-    def _put_back(self, total: Gradients | None = None) -> None:
-        """Give parameters the gradients that they had before, with ``total`` added to them."""
-        more = total or [None] * len(self._parameters)
-        for parameter, before, mean in zip(self._parameters, self._before, more, strict=True):
-            if before is not None and mean is not None:
-                with torch.no_grad():
-                    before.add_(mean)
-            parameter.grad = _aligned(mean) if before is None else before
+        self._local, self._is_over = None, True
+        local.close()
 
     def _seed(self, number: int) -> int:
         return mixed(*self._place, number, _SHARDS)
@@ -389,12 +295,3 @@ class Shards:
 def _tell_failed(group: dist.ProcessGroup) -> None:
     """Tell the other ranks, which wait at the end of the step, that it has failed here."""
     exchanged(group, None)
-
-
-def _aligned(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient that begins at a whole line, as memory for numbers of its own does.
-
-    Autograd may have computed several as views of one memory.
-    """
-    is_aligned = gradient is None or gradient.data_ptr() % LINE_BYTES == 0
-    return gradient if gradient is None or is_aligned else gradient.clone()
