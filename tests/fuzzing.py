@@ -30,6 +30,8 @@ class _Raw(str):
     """JSON that is written as it is."""
 
 
+_LIMITS = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
+_MOST_PATIENCE = 30
 # What is taken whatever a file's size is: caches, code, errors and their frames.
 _CONSTANT_BYTES = 24 << 20
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -213,7 +215,8 @@ def watched(
     Args:
         num_bytes: The size of all files that are read.
         writes_in: A folder that may be written to, if any.
-        seconds: How long it may take.
+        seconds: How long it may compute. It may wait, for a pipe say, thirty times as long, as a
+            busy machine makes everything wait.
 
     Raises:
         Excess: If it does.
@@ -227,8 +230,9 @@ def watched(
         tracemalloc.start(1)
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    former = signal.signal(signal.SIGALRM, _end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    former = {each: signal.signal(each, _end) for each in _LIMITS.values()}
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, _MOST_PATIENCE * seconds)
     _hook.within = "" if writes_in is None else os.path.realpath(writes_in)
     _hook.thread = threading.get_ident()
     try:
@@ -236,8 +240,9 @@ def watched(
             yield
     finally:
         _hook.thread = 0
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+        for timer, number in _LIMITS.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, former[number])
         peak = tracemalloc.get_traced_memory()[1] - before
         if not was_tracing:
             tracemalloc.stop()

@@ -84,7 +84,7 @@ SHELVES = {
         "world": 2_849,
         "grad": 3_500,
         "nn": 8_361,
-        "launcher": 6_242,
+        "launcher": 6_286,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
@@ -94,7 +94,7 @@ SHELVES = {
         "same_bits": 1_554,
         "data": 2_732,
         "optim": 4_410,
-        "checkpoint": 2_879,
+        "checkpoint": 2_881,
         "resume": 2_117,
         "guarding": 1_273,
         "metrics": BUDGET_OF_A_MODULE,
@@ -103,7 +103,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_235,
+        "observe": 6_318,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -31,9 +31,10 @@ from lockstep.errors import (
     SaveFailed,
 )
 from lockstep.folders import Folder
-from tests.checkpoint.crafted import facts_of, put_facts
+from tests.checkpoint.crafted import facts_of, put_body, put_facts
 from tests.checkpoint.training import same, states_of, trained
 from tests.counts import num_examples
+from tests.fuzzing import watched
 from tests.nn.models import Digits
 from tests.optim.optimizers import OPTIMIZERS
 from tests.ranks import make_group, run_ranks
@@ -411,6 +412,15 @@ def test_a_manifest_that_means_harm_is_refused(tmp_path) -> None:
         put_facts(path, facts | changed)
         with pytest.raises(CheckpointDamaged, match="can't be understood"):
             lockstep.load(tmp_path, value=None, words=None)
+
+
+@pytest.mark.parametrize("end", [b"", b"]}}"])
+def test_an_open_string_takes_one_look(tmp_path, end: bytes) -> None:
+    """Another look at each of its quotes would take an hour."""
+    path = lockstep.save(tmp_path, words=["a"])
+    put_body(path, b'{"things":{"words":["' + b'\\"' * 1_000_000 + end)
+    with watched(4_000_000), pytest.raises(CheckpointDamaged, match="can't be understood"):
+        lockstep.load(tmp_path, words=None)
 
 
 def test_an_optimizer_that_is_sharded_among_others_is_refused(tmp_path) -> None:

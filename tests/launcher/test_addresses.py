@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.launcher.bench import Bench, lines_of
 from tests.network import Hosts, hosts_of_a_network
+from tests.waiting import until
 
 pytestmark = [pytest.mark.forks, pytest.mark.long]
 
@@ -39,19 +41,38 @@ def run_on(
     text: str = TOTAL,
 ) -> list[tuple[int, str, str]]:
     """The exit status and output of a launcher on each of the ``hosts``, of two ranks each."""
-    script = bench.script(text)
+    given = options or [["--node-rank", host] for host in range(len(environs))]
     runs = [
-        hosts.start(
-            host,
-            [sys.executable, "-m", "lockstep", "run", "-n", "2",
-             "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30",
-             *map(str, options[host] if options else ["--node-rank", host]), str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **environ},
-        )
+        start(bench, hosts, host, endpoint, given[host], environ, text)
         for host, environ in enumerate(environs)
-    ]  # fmt: skip
+    ]
+    return communicate(runs)
+
+
+def start(
+    bench: Bench,
+    hosts: Hosts,
+    host: int,
+    endpoint: str,
+    options: Sequence[object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    text: str = TOTAL,
+) -> subprocess.Popen[str]:
+    """A launcher on ``host``, which is number ``host`` unless there are ``options``."""
+    options = ["--node-rank", host] if options is None else options
+    return hosts.start(
+        host,
+        [sys.executable, "-m", "lockstep", "run", "-n", "2",
+         "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30",
+         *map(str, options), str(bench.script(text))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **(environ or {})},
+    )  # fmt: skip
+
+
+def communicate(runs: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """The exit status and output of each of the ``runs``, which ends within a minute."""
     ended = []
     with ExitStack() as stack:
         for run in runs:
@@ -143,6 +164,30 @@ def test_loopback_is_refused_at_once_with_the_right_addresses(bench: Bench, endp
             assert f"don't reach {endpoint}:29500, which means this host itself" in err
             assert f"{hosts.address(host)} (cable)" in err
             assert (status, "Traceback" in err) == (2, False)
+
+
+def test_host_with_an_address_hears_that_host_0_is_on_loopback(bench: Bench) -> None:
+    with hosts_of_a_network(2, (4, 6)) as hosts:
+        for address in (hosts.address(0), f"[{hosts.address6(0)}]"):
+            asked = start(bench, hosts, 1, f"{address}:29500")
+            # It is to ask before host 0 is there, which doesn't stay.
+            assert until(lambda pid=asked.pid: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+            ended = communicate([start(bench, hosts, 0, "localhost:29500"), asked])
+            assert [(status, "Traceback" in err) for status, _, err in ended] == [(2, False)] * 2
+            assert "don't reach localhost:29500, which means this host itself" in ended[0][2]
+            told = f"Host 0 ({socket.gethostname()}) has given up: its --rdzv-endpoint is localhost"
+            assert told in ended[1][2]
+
+
+def test_name_that_each_host_has_for_itself_is_told(bench: Bench) -> None:
+    """Each listens, as host 0 of that name may know itself on loopback alone, and waits."""
+    with hosts_of_a_network(2) as hosts:
+        for host, name in enumerate(("first", "second")):
+            hosts.rename(host, name, "127.0.1.1 first\n")
+        options = (["--rdzv-timeout", 5],) * 2
+        for status, _, err in run_on(bench, hosts, "first:29500", *options):
+            assert (status, "Traceback" in err) == (2, False)
+            assert "knows first as an address on loopback, which means itself" in err
 
 
 def test_name_of_another_host_than_host_0_is_refused_at_once(bench: Bench) -> None:

@@ -10,6 +10,12 @@ from tests.mutations import mutation
 
 SHOWN = [
     mutation(
+        "test_an_open_string_takes_one_look",
+        "checkpoint/json_text.py",
+        "_STRING + rb'|[\\[\\]{}\"]'",
+        "_STRING + rb'|[\\[\\]{}]'",
+    ),
+    mutation(
         "test_gradients_begin_where_those_of_one_process_may_begin",
         "grad/memory.py",
         "_LINE_BYTES = 64",

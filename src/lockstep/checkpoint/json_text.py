@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _NAME = re.compile(_STRING, re.DOTALL)
-_NESTED = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
+# A quote alone is one whose string has no end. If it were passed over, each escaped quote behind it
+# would be looked at as far as the end. Shown by test_an_open_string_takes_one_look.
+_NESTED = re.compile(_STRING + rb'|[\[\]{}"]', re.DOTALL)
 _PLAIN = re.compile(rb"[^\s,\[\]{}\":]++")
 
 
@@ -59,6 +61,8 @@ def _end_of_nested(text: bytearray, start: int) -> int:
             depth -= 1
             if not depth:
                 return found.end()
+        elif found.end() - found.start() == 1:
+            break
     raise ValueError(f"what begins at byte {start} has no end")
 
 

@@ -28,6 +28,7 @@ from lockstep.world import (
     end_on_silence,
     first_line,
     first_reached,
+    is_local,
     is_loopback,
     reached,
     resolved,
@@ -41,6 +42,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 # Launchers of one host that are to meet on loopback are started together, by a script.
 _TOGETHER_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
+_TELL_SECONDS = 2.0  # for hosts that come to another address than that on loopback
+_NUM_TOLD_AT = 8  # addresses of this host at which they are told
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
@@ -75,10 +78,16 @@ def reach_endpoint(meeting: Meeting, deadline: Deadline, company: Company) -> En
     return _connect(meeting, deadline, company)
 
 
-def local_addresses() -> str:
-    """A sentence, for whom an address was mistyped."""
+def local_addresses(meeting: Meeting | None = None) -> str:
+    """A sentence, for whom an address was mistyped; a second, on a name of ``meeting``."""
     listed = ", ".join(f"{address} ({name})" for address, name in addresses().items())
-    return f" The addresses of this host, {socket.gethostname()}, are {listed or 'none'}."
+    told = f" The addresses of this host, {socket.gethostname()}, are {listed or 'none'}."
+    if meeting is not None and _is_named_on_loopback(meeting):
+        told += (
+            f" It knows {meeting.address} as an address on loopback, which means itself; so should "
+            "no other host than that of this name."
+        )
+    return told
 
 
 def _listener(meeting: Meeting) -> socket.socket:
@@ -194,6 +203,32 @@ def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint
             return endpoint
 
 
+class NobodyComes(LaunchError):
+    """No other host can come to an endpoint on loopback, and no other launcher of this one does."""
+
+
+def tell_at_other_addresses(meeting: Meeting) -> None:
+    """Let hosts that were given another address of this one hear that nobody is there.
+
+    For a moment, each such address has a store in which they read why there is no meeting.
+    """
+    why = (
+        f"Host 0 ({socket.gethostname()}) has given up: its --rdzv-endpoint is {meeting.endpoint}, "
+        "which means, on every host, that host itself. Give, on every host, the name or address "
+        "by which they all reach host 0."
+    )
+    outside = [address for address in addresses() if not is_local(address)]
+    stores = []
+    for address in outside[:_NUM_TOLD_AT]:
+        with contextlib.suppress(OSError, RuntimeError):  # another program has the port
+            ((family, where),) = resolved(address, meeting.port).values()
+            listener = socket.create_server(where, family=family, backlog=_BACKLOG)
+            stores.append(_open_store(listener).store)
+            dist.PrefixStore("lockstep", stores[-1]).set("given up", why)
+    if stores:
+        time.sleep(_TELL_SECONDS)
+
+
 class Company:
     """The other launchers on this host: nobody else can come to an endpoint on loopback."""
 
@@ -212,7 +247,7 @@ class Company:
         self._next_look = Deadline(_LOOK_SECONDS)
         self._is_there = _is_another_here(self._meeting.mark)
         if not self._deadline.left() and not self._is_there:
-            raise LaunchError(
+            raise NobodyComes(
                 f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
                 "host itself, and no other 'lockstep run' on it is to meet there. Give as "
                 "--rdzv-endpoint, on every host, the name or address by which they all reach host "
@@ -222,10 +257,15 @@ class Company:
     def _is_on_loopback(self, is_held: bool) -> bool:
         if is_held or _is_this_host(self._meeting.address):
             return _is_this_host(self._meeting.address)
-        with contextlib.suppress(OSError, RuntimeError):
-            find = partial(resolved, self._meeting.address, 0)
-            return all(map(is_loopback, answered(find, _CONNECT_SECONDS)))
-        return False
+        return _is_named_on_loopback(self._meeting)
+
+
+def _is_named_on_loopback(meeting: Meeting) -> bool:
+    """Whether this host knows the name by addresses on loopback alone."""
+    with contextlib.suppress(OSError, RuntimeError):
+        find = partial(resolved, meeting.address, 0)
+        return all(map(is_loopback, answered(find, _CONNECT_SECONDS)))
+    return False
 
 
 def _is_another_here(mark: str) -> bool:

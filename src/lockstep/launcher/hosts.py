@@ -29,7 +29,13 @@ from lockstep.entries import name_in, text_in
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
 from lockstep.launcher.agreement import Agreement, tell_interruption, told_interruption
-from lockstep.launcher.endpoint import Company, local_addresses, reach_endpoint
+from lockstep.launcher.endpoint import (
+    Company,
+    NobodyComes,
+    local_addresses,
+    reach_endpoint,
+    tell_at_other_addresses,
+)
 from lockstep.launcher.failures import Ended, Outcome, RankEnded
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.launcher.membership import Membership
@@ -157,6 +163,9 @@ class Host:
             # In another thread, so that signals are handled even if the store doesn't answer.
             sizes, names = answered(come, seconds + _LEAST_SECONDS)
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, NobodyComes) and endpoint.is_held:
+                tell_at_other_addresses(meeting)
+                raise
             if isinstance(error, LaunchError):
                 if self._endpoint.is_held and self._has_come:
                     self._tell_others(str(error))
@@ -418,7 +427,7 @@ class Host:
                     f"{meeting.timeout_seconds} seconds: host {str(missing)[1:-1]} "
                     "didn't come. Give 'lockstep run' on every host, with the same --nnodes and "
                     "--rdzv-endpoint; --rdzv-timeout changes how long they wait."
-                    f"{local_addresses()}"
+                    f"{local_addresses(meeting)}"
                 )
             time.sleep(_POLL_SECONDS)
         for host in hosts[1:]:

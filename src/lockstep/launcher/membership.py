@@ -175,7 +175,7 @@ class Membership:
                     f"{least} to {most} hosts are needed, and {len(candidates)} met at "
                     f"{meeting.endpoint} within {meeting.timeout_seconds} seconds. Give 'lockstep "
                     "run' on every host, with the same --nnodes and --rdzv-endpoint; "
-                    f"--rdzv-timeout changes how long they wait.{local_addresses()}"
+                    f"--rdzv-timeout changes how long they wait.{local_addresses(meeting)}"
                 )
             time.sleep(_POLL_SECONDS)
 

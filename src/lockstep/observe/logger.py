@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, SupportsFloat
+from typing import IO, SupportsFloat
 
 import torch
 
 from lockstep import spans
 from lockstep.arguments import as_number, as_whole_number, refusal
 from lockstep.comm import uncompiled
-from lockstep.errors import MissingExtra
 from lockstep.folders import new_text, open_named
+from lockstep.observe.event_files import EventFile
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.printable import printable
 from lockstep.status import in_a_second, in_time
@@ -116,7 +116,6 @@ def log_to(*sinks: str | os.PathLike[str] | Sink, lines: bool = True) -> None:
     Raises:
         TypeError: If a sink is neither a path nor callable.
         FileExistsError: If what is to be a folder is a file.
-        MissingExtra: If TensorBoard isn't installed.
     """
     made = [_sink_of(sink) for sink in sinks] if this_rank() == 0 else []
     _logger.send_to([sink for sink in made if sink is not None], lines=lines)
@@ -131,7 +130,7 @@ def _sink_of(sink: object) -> Sink | None:
     path = Path(sink)
     kinds: dict[str, Callable[[Path], Sink]] = {".csv": _Csv, ".jsonl": _JsonLines}
     with only_observing(f"log_to() can't write to {path}", _LOST):
-        return kinds.get(path.suffix.lower(), _TensorBoard)(path)
+        return kinds.get(path.suffix.lower(), EventFile)(path)
     return None
 
 
@@ -242,28 +241,6 @@ class _LinesOfRows:
         self._num_left, self._num_columns = _MOST_IN_A_ROW, 0
 
 
-class _TensorBoard:
-    """Writes files for TensorBoard, in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra(
-                f"log_to({str(folder)!r}) writes for TensorBoard, which isn't installed. Install "
-                "it by: pip install 'torch-lockstep[tensorboard]'. A name that ends in .csv or "
-                ".jsonl needs nothing."
-            ) from error
-        make_folder(folder)
-        self.path = folder
-        self._writer: Any = SummaryWriter(str(folder))
-        self.close = self._writer.close
-
-    def __call__(self, step: int, values: Values) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-
 class _Logger:
     """Where rank 0's values go."""
 
@@ -280,7 +257,7 @@ class _Logger:
         with self._lock:
             former, self._sinks, self._lines = self._sinks, sinks, lines
             for sink in former:
-                if isinstance(sink, _Csv | _JsonLines | _TensorBoard):
+                if isinstance(sink, _Csv | _JsonLines | EventFile):
                     with only_observing(f"log_to() can't write to {sink.path}", _LOST):
                         sink.close()
 
@@ -306,7 +283,7 @@ class _Logger:
         self._sinks.remove(sink)
         name = getattr(sink, "path", None) or getattr(sink, "__qualname__", type(sink).__name__)
         give_up(f"log_to() can't write to {name}", error, _LOST)
-        if isinstance(sink, _Csv | _JsonLines | _TensorBoard):
+        if isinstance(sink, _Csv | _JsonLines | EventFile):
             with suppress(OSError):  # what could not be written can't be now
                 sink.close()
 

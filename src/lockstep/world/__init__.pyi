@@ -27,6 +27,7 @@ from .network import addresses as addresses
 from .network import connection_from as connection_from
 from .network import first_reached as first_reached
 from .network import has_ended as has_ended
+from .network import is_local as is_local
 from .network import is_loopback as is_loopback
 from .network import local_end as local_end
 from .network import reached as reached
