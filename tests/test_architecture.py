@@ -84,7 +84,7 @@ SHELVES = {
         "world": 2_849,
         "grad": 3_500,
         "nn": 8_361,
-        "launcher": 6_286,
+        "launcher": 6_323,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
@@ -103,7 +103,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_318,
+        "observe": 6_322,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.launcher import Outcome
+from lockstep.errors import LaunchError
+from lockstep.launcher import Outcome, endpoint
 from lockstep.launcher import agreement as module
 from lockstep.launcher.agreement import Agreement, decoded
 from tests.waiting import until
@@ -89,6 +91,38 @@ def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
     assert agreement.settle(failure, go_on) == failure
     assert store.add("left", 0) == 2
     leaving.join()
+
+
+@pytest.mark.keeps_descriptors  # libuv's first loop in a process does
+def test_a_store_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_MOST_BYTES", 8 << 20)
+    found = endpoint._open_store(socket.create_server(("127.0.0.1", 0)))
+    found.check()
+    for number in range(32):
+        found.store.set(f"rubbish {number}", "x" * (1 << 20))
+    with pytest.raises(LaunchError, match="has taken more than 8 MiB"):
+        found.check()
+
+
+def test_a_store_that_has_grown_too_large_ends_the_run(join: Join) -> None:
+    """On all hosts, whatever the ranks say that are ended for it."""
+    store, grown = dist.HashStore(), threading.Event()
+
+    def check() -> None:
+        if grown.is_set():
+            raise LaunchError("the store is too large")
+
+    agreement = join(store, 2, check=check)
+    assert not store.check(["failed"])
+    grown.set()
+    assert select.select([agreement.notice], [], [], 60)[0]
+    assert os.read(agreement.notice, 1) == b"\0"
+    assert until(lambda: store.check(["failed"]))
+    store.set("done/1", "")
+    store.add("left", 1)
+    ended = Outcome(143, message="ended", at_seconds=time.monotonic())
+    assert agreement.settle(ended, go_on).message == "the store is too large"
+    assert decoded(store.get("failure/0")).message == "the store is too large"
 
 
 def test_a_launcher_that_was_ended_hides_no_rank_that_failed(join: Join) -> None:

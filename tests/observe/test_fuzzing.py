@@ -169,6 +169,9 @@ def test_a_report_takes_at_most_twice_the_trace_in_memory(
 STEP_4 = b'optimizer %d %d 4 0  0\n{"end_of":4,"time":%d}\n' % (1 << 59, (1 << 59) + 5, 1 << 59)
 
 
+BUCKET = b'{"bucket":0,"bytes":1,"index":0,"hooked":false,"deferred":false,"parameters":["%s"]}\n'
+
+
 def _crafted(kind: str, number: int) -> bytes:
     """Lines of which each takes as much memory as its kind can."""
     return {
@@ -181,6 +184,7 @@ def _crafted(kind: str, number: int) -> bytes:
             b"wait 1 1 %d 0 a 0\nbatch 1 %d 0 0 1 1\n" % (n, n) for n in range(number)
         ),
         "buckets": b"".join(b"bucket 1 1 1 0 %d\n" % n for n in range(number)),
+        "names of a bucket": (BUCKET % b"layer" + BUCKET % b"") * number + BUCKET % b"last",
         "loaders": b"".join(
             b'{"loader":%d,"dataset":"%d","workers":0,"persistent":true}\n' % (n, n)
             for n in range(number)
@@ -219,6 +223,7 @@ def _crafted(kind: str, number: int) -> bytes:
                 "names",
                 "steps",
                 "buckets",
+                "names of a bucket",
                 "threads",
                 "spans of a step",
                 "open spans",

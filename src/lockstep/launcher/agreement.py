@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from lockstep.deadline import Deadline
 from lockstep.entries import MOST_WORDS, value_in
+from lockstep.errors import LaunchError
 from lockstep.launcher.failures import Outcome, first_failure
 from lockstep.launcher.restarts import START_AGAIN
 from lockstep.printable import signal_name
@@ -56,6 +57,7 @@ class Agreement:
         names: Every host's name.
         patience_seconds: How long a host may be silent while all goes well.
         lines: On host 0, the connections of the other launchers to the store, by their numbers.
+        check: Raises LaunchError if the run is to be ended, as the store has grown too large.
         clock: The seconds since some time, which need not be the same on every host.
 
     Attributes:
@@ -72,6 +74,7 @@ class Agreement:
         patience_seconds: float,
         *,
         lines: Mapping[int, socket] | None = None,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.notice, self._notifier = os.pipe()
@@ -84,6 +87,7 @@ class Agreement:
         self._interruption: tuple[int, float] | None = None
         self._interrupted_by = 0  # the first signal that came to this launcher or was heard of
         self._heard: Outcome | None = None  # of the signal that ended another launcher
+        self._check, self._refused = check, list[Outcome]()
         self._is_hurried = False
         self._is_noticed, self._lock = False, threading.Lock()
         self._is_over = threading.Event()
@@ -128,6 +132,8 @@ class Agreement:
             while not self._is_over.wait(_TALK_SECONDS):
                 self.show_life(self._store, self._number, self._ended, self._clock)
                 self._tell_interruption()
+                if self._refused:
+                    self._store.set("failed", "")
                 self._hear_of_ends()
                 is_new, is_ending = self._num_rounds < 8, self._ended or self._is_noticed
                 if not next_read.left() or is_new or is_ending:
@@ -174,7 +180,13 @@ class Agreement:
                 of_store if host == 0 else silences[host].seconds(self._signs[host], of_store)
                 for host in self._hosts
             ]
-            if self._lost():
+            if not self._refused:
+                try:
+                    self._check()
+                except LaunchError as error:
+                    found = Outcome(1, message=str(error), at_seconds=self._clock())
+                    self._refused.append(found)
+            if self._lost() or self._refused:
                 self._notify(0)
 
     def _lost(self, patience_seconds: float | None = None) -> list[int]:
@@ -227,11 +239,11 @@ class Agreement:
 
     def _agree(self, outcome: Outcome) -> Outcome:
         self._tell_interruption()
-        found = [*filter(_is_failure, [outcome])]
+        found = [*filter(_is_failure, [outcome]), *self._refused]
         if outcome.rank is None and outcome.exit_status == 128 + self._interrupted_by:
             found = []  # it is told as the interruption of the host where the signal came first
         if found:
-            self._tell(outcome)
+            self._tell(first_failure(found))
         if outcome.suspect is not None:
             self._store.set(f"suspect/{self._number}", self._encoded(outcome.suspect))
         self._store.set(f"done/{self._number}", "")

@@ -13,6 +13,7 @@ import socket
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ _TOGETHER_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
 _TELL_SECONDS = 2.0  # for hosts that come to another address than that on loopback
 _NUM_TOLD_AT = 8  # addresses of this host at which they are told
+_MOST_BYTES = 1 << 30  # of a store; ranks and launchers take some KiB each
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
@@ -53,6 +55,19 @@ class Endpoint(NamedTuple):
     store: dist.TCPStore
     address: str
     is_held: bool  # whether this launcher holds it open
+    first_bytes: int = 0  # what this launcher had of memory before, if it does
+
+    def check(self) -> None:
+        """Raise LaunchError if the store has taken very much of this launcher's memory.
+
+        It takes what anybody writes to it, without a bound of its own.
+        """
+        if self.is_held and _memory_bytes() - self.first_bytes > _MOST_BYTES:
+            raise LaunchError(
+                f"The store of the run, at port {self.store.port} of this host, has taken more "
+                f"than {_MOST_BYTES >> 20} MiB. If the program doesn't keep so much there, "
+                "somebody else writes to it: keep the port in a network that you trust."
+            )
 
 
 def reach_endpoint(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint:
@@ -157,6 +172,7 @@ def _open_store(listener: socket.socket) -> Endpoint:
         RuntimeError: If the store can't be opened.
     """
     address, port, *_ = listener.getsockname()
+    first_bytes = _memory_bytes()
     hosts = {"0.0.0.0": ["127.0.0.1"], "::": ["127.0.0.1", "::1"]}.get(address, [address])
     try:
         # The store's own attempts handle no signal, and warn of each that fails.
@@ -169,7 +185,13 @@ def _open_store(listener: socket.socket) -> Endpoint:
     opened = partial(dist.TCPStore, address, port, is_master=True, timeout=_STORE_TIMEOUT)
     descriptor = listener.detach()
     opening = partial(opened, wait_for_workers=False, master_listen_fd=descriptor)
-    return Endpoint(answered(opening, 2 * _CONNECT_SECONDS), address, is_held=True)
+    return Endpoint(answered(opening, 2 * _CONNECT_SECONDS), address, True, first_bytes)
+
+
+def _memory_bytes() -> int:
+    """The memory that is this process's alone."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
 
 def _connect(meeting: Meeting, deadline: Deadline, company: Company) -> Endpoint:

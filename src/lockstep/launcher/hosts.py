@@ -178,7 +178,9 @@ class Host:
         if endpoint.is_held:  # ranks beyond the limit would wait for their connections
             processes.check_descriptors(sum(sizes) + self._num_descriptors)
         patience_seconds, lines = meeting.host_timeout_seconds, self._lines
-        self._agreement = Agreement(self._store, self._number, names, patience_seconds, lines=lines)
+        self._agreement = Agreement(
+            self._store, self._number, names, patience_seconds, lines=lines, check=endpoint.check
+        )
         self.notice = self._agreement.notice
         first, master = sum(sizes[: self._number]), (endpoint.address, meeting.port)
         return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
@@ -410,6 +412,7 @@ class Host:
             is_first = self._endpoint.is_held and self.attempt == 0
             if is_first and len(missing) == meeting.num_hosts - 1:
                 company.check(is_held=True)
+            self._endpoint.check()
             gone = [host for host in {*hosts[1:]} - {*missing} if self._is_gone(host, meeting)]
             if (ended := told_interruption(self._store, self._number, self._name)) is not None:
                 raise Ended(ended)

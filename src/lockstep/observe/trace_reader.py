@@ -277,10 +277,12 @@ class _Reader:
 
     def _take_bucket(self, facts: dict[str, Any]) -> None:
         """Take the facts of a bucket, with the names of some of its parameters as a text."""
-        number, names = _below(facts.pop("bucket"), MOST_BUCKETS), ", ".join(facts["parameters"])
-        if (former := self._bucket_facts.get(number)) is not None:
-            names = ", ".join(filter(None, (former["parameters"], names)))
-        self._bucket_facts[number] = facts | {"parameters": names}
+        number, names = _below(facts.pop("bucket"), MOST_BUCKETS), facts.pop("parameters")
+        # Appended to, as a text of very many lines would be copied for each of them.
+        known = self._bucket_facts.get(number, {}).get("parameters", bytearray())
+        for name in names:
+            known += (b", " if known else b"") + name.encode(errors="surrogatepass")
+        self._bucket_facts[number] = facts | {"parameters": known}
 
     def result(self, path: Path) -> RankSpans:
         """Return what was read, by the clock of rank 0.
@@ -295,6 +297,8 @@ class _Reader:
         named = path.stem.removeprefix("rank-")
         if named.isdecimal() and int(named) != facts["rank"]:
             raise ValueError(f"by what it says it is of rank {facts['rank']}")
+        for of_bucket in self._bucket_facts.values():
+            of_bucket["parameters"] = of_bucket["parameters"].decode(errors="surrogatepass")
         for number in {*self._buckets.of("number")} - self._bucket_facts.keys():
             self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": ""}
         spans, buckets, batches, ends = self._spans, self._buckets, self._batches, self._step_ends
