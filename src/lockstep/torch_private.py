@@ -133,6 +133,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.nn.Module": {
         "_apply": "conversions of a wrapper's module, after which it is looked at anew",
         "_buffers": "buffers by name, of which None is one too",
+        "_forward_pre_hooks": "hooks of one module, of which one is refreshed before its forward",
         "_load_from_state_dict": "loads state dicts without the wrapper's prefix",
         "_modules": "children by name",
         "_parameters": "parameters by name, which are replaced in replicas",

@@ -245,7 +245,7 @@ SHOWN = [
     mutation(
         "test_what_is_put_in_place_and_trained_by_hand_is_named",
         "nn/engine.py",
-        "self.is_to_look = True",
+        "self.watch.is_to_look = True",
         "pass",
     ),
     mutation(

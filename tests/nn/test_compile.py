@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.errors import ParameterChanged
 from tests.counts import in_turn
 from tests.nn.parallel import net, parts
 
@@ -62,6 +63,20 @@ def test_a_step_before_has_no_hook_of_which_compiled_modules_warn(
         model = lockstep.parallelize(nn.Linear(3, 2))
         model(torch.ones(2, 3)).sum().backward()
         torch.compile(nn.Linear(3, 2), backend="eager")(torch.ones(2, 3))
+
+    lockstep.launch(body, 2, ranks="threads")
+
+
+def test_what_is_put_in_place_of_all_parameters_of_compiled_code_is_named() -> None:
+    def body(_: lockstep.World) -> None:
+        model = lockstep.parallelize(nn.Sequential(nn.Linear(3, 2)))
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(torch.ones(2, 3)).sum().backward()
+        for name, parameter in model[0]._parameters.items():
+            model[0]._parameters[name] = nn.Parameter(2 * parameter.detach())
+        with pytest.raises(ParameterChanged, match=r"'0\.weight' was put in its place"):
+            compiled(torch.ones(2, 3)).sum().backward()
 
     lockstep.launch(body, 2, ranks="threads")
 

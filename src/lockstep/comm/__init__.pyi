@@ -41,6 +41,7 @@ from .context import GroupContext as GroupContext
 from .context import context_of as context_of
 from .context import in_all_groups as in_all_groups
 from .dynamo import has_compiled as has_compiled
+from .dynamo import is_compiled as is_compiled
 from .dynamo import uncompiled as uncompiled
 from .failures import STORE_SECONDS as STORE_SECONDS
 from .failures import NoAnswer as NoAnswer

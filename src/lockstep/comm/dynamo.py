@@ -42,6 +42,12 @@ def has_compiled() -> bool:
     return dynamo is not None and any(getattr(dynamo, "cached_backends", {0: True}).values())
 
 
+def is_compiled(module: object) -> bool:
+    """Whether ``torch.compile()`` has made ``module`` of another one."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def _functions_of(target: Callable[..., Any]) -> list[FunctionType]:
     values = [target] if isinstance(target, FunctionType) else vars(target).values()
     inner = ("fget", "fset", "__func__")  # of properties, class methods and static methods

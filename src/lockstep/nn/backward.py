@@ -23,8 +23,9 @@ from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.backward_pass import BackwardPass, End, Outcome
-from lockstep.nn.engine import Engine, Options
+from lockstep.nn.engine import Engine
 from lockstep.nn.engines import Engines, number_of
+from lockstep.nn.options import Options
 from lockstep.nn.shard import refuse_in_shard
 from lockstep.torch_private import _current_graph_task_id, _execution_engine
 
@@ -348,6 +349,9 @@ class BackwardSync:
     def _end(self, backward: BackwardPass, outcome: Outcome) -> None:
         """Drop ``backward``, which has ended so."""
         self._backward = None
+        for engine in self.engines():
+            if engine not in backward.engines:
+                engine.pass_by()
         if backward.drop(outcome):
             self._failed = BackwardPass(None, backward.generation, tells_late=backward.tells_late)
         if outcome is Outcome.MISMATCHED and backward.new_copy is not None:

@@ -24,10 +24,10 @@ from lockstep.comm import SingleRankGroup, backend_name, broadcast_tensors, defa
 from lockstep.grad import MIB, CommHook, describe_buckets
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.engine import Engine, Options
-from lockstep.nn.global_hooks import mark_stale
+from lockstep.nn.engine import Engine
 from lockstep.nn.join import DDPJoinHook, begin_joined_iteration
 from lockstep.nn.mixed_precision import MixedPrecision, check_precision, reduce_in_dtype
+from lockstep.nn.options import Options
 from lockstep.nn.parallel_state import attach, release, state_of
 from lockstep.nn.parallelize import DEFAULT_BUCKET_CAP_MB, check_bucket_cap, join
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
@@ -451,7 +451,7 @@ class DistributedDataParallel(
         for engine in self._engines:
             # torch may have replaced parameters that were moved.
             if engine.number:
-                mark_stale(engine)
+                engine.take_move()
             else:  # a copied model, which may have no forward before its parameters are used
                 engine.is_stale = True
                 backward_sync_of(engine.process_group).refresh(engine)

@@ -10,17 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, compress
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from lockstep.comm import any_rank, broadcast_tensors, can_exchange_buffers
 from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
 from lockstep.grad import (
-    MIB,
     DeferredBucket,
     DeferredParameter,
     Reducer,
@@ -28,52 +25,13 @@ from lockstep.grad import (
     WhoTold,
 )
 from lockstep.nn import autograd
-from lockstep.nn.buffers import BroadcastBuffers, Buffers, policy_of
+from lockstep.nn.buffers import BroadcastBuffers, Buffers
+from lockstep.nn.options import Options
 from lockstep.nn.ready_hooks import ReadyHooks
 from lockstep.nn.renormed import RenormedRows
 from lockstep.nn.tracked import TrackedParameters, parameters_outside, sparse_indices
 from lockstep.nn.verify import check_same_model
-
-
-class Options(NamedTuple):
-    """How the replicas of a module are kept in step; the same on every rank."""
-
-    # The size from which a bucket is full, in MiB, or those of the first buckets.
-    bucket_cap_mb: float | tuple[float, ...]
-    broadcast_buffers: BroadcastBuffers
-    init_sync: bool = True  # whether to compare the models and start from rank 0's values
-    ignored: Collection[str] = ()  # names of parameters and buffers that each rank has for itself
-    skip_unused: bool = False  # whether buckets are not sent if no rank uses their parameters
-    init_buffers: bool = False  # whether "local" buffers start from rank 0's values too
-
-    @property
-    def cap_bytes(self) -> int | list[int]:
-        """The size from which a bucket is full, in bytes, or those of the first buckets."""
-        cap = self.bucket_cap_mb
-        return [int(mb * MIB) for mb in cap] if isinstance(cap, tuple) else int(cap * MIB)
-
-    def left_alone(self, module: nn.Module) -> set[str]:
-        """Return the names of parameters and buffers that don't start from rank 0's values."""
-        names = [] if self.init_buffers else [name for name, _ in module.named_buffers()]
-        local = {name for name in names if policy_of(name, self.broadcast_buffers) == "local"}
-        return {*self.ignored, *local}
-
-
-def _ignore(_: Engine) -> None:
-    pass
-
-
-class Stepped:
-    """With how many of an engine's backwards optimizers have stepped.
-
-    Attributes:
-        num_backwards: Those before the last step of any optimizer.
-        by: Those before the last step of each.
-    """
-
-    def __init__(self) -> None:
-        self.num_backwards = 0
-        self.by: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+from lockstep.nn.watch import Forwards, Stepped, Watch
 
 
 class Engine:
@@ -108,8 +66,7 @@ class Engine:
         # Whether the module may have got other parameters. Then the engine is refreshed before the
         # next forward or backward.
         self.is_stale = False
-        # Whether a backward has ended since it last looked at its parameters, and who is told so.
-        self.is_to_look, self.when_ended = False, _ignore
+        self.watch = Watch()
         # Whether nested backwards, as of reentrant checkpoints, have computed its gradients.
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)
@@ -207,10 +164,25 @@ class Engine:
         test_what_is_put_in_place_and_trained_by_hand_is_named, and the latter shown by
         test_data_of_another_form_is_named.
         """
-        self.is_to_look = False
+        self.watch.is_to_look = False
         self._hooks.attach_unknown(self.put_in_place().values())
         if self._tracked.have_other_forms():
             self._hooks.renew_nodes(self.parameters)
+            self.is_stale |= not self.num_backwards  # moved by hand before the first backward
+
+    def take_move(self) -> None:
+        """Continue, from the next backward on, where the module's parameters have been moved to.
+
+        Some devices have other parameters then, with no hooks of torch's to tell of them.
+        """
+        self.is_stale = True
+        self.look()
+
+    def pass_by(self) -> None:
+        """Let a backward end that reduced none of its gradients, but others of its group."""
+        if self.watch.is_to_look:
+            self.look()
+        self.watch.backward_ended(self)
 
     def refuse_distributed_autograd(self) -> None:
         """Let backwards of ``torch.distributed.autograd`` raise, as they don't call the hooks."""
@@ -383,7 +355,7 @@ class Engine:
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
         """
-        self.is_stale = False
+        self.is_stale, self.watch.refreshing = False, Forwards.NONE
         module = self.module
         if module is None:
             return
@@ -482,8 +454,8 @@ class Engine:
     def end_backward(self) -> None:
         """Queue no gradients any more: the backward is over."""
         self._hooks.close_queue()
-        self.is_to_look = True
-        self.when_ended(self)
+        self.watch.is_to_look = True
+        self.watch.backward_ended(self)
 
     def fail_backward(self) -> None:
         """Clean up after a backward that has failed."""

@@ -26,14 +26,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import has_compiled, uncompiled
+from lockstep.comm import has_compiled, is_compiled, uncompiled
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn.autograd import NOT_DISTRIBUTED, may_be_distributed, refuse_distributed_context
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
 from lockstep.nn.engine import Engine
 from lockstep.nn.lookups import watch_lookups
+from lockstep.nn.moves import watch_moves
 from lockstep.nn.samples import kept
 from lockstep.nn.shard import refuse_in_shard
+from lockstep.nn.watch import Forwards
 from lockstep.nn.wrapper import Wrapper
 from lockstep.world import accelerator, keepers, parameters_of, watch_optimizers
 
@@ -46,6 +48,8 @@ _STEPS_IN = sys.modules[Optimizer.__module__].__file__
 
 # Ranks may be threads.
 _lock = threading.RLock()
+# The keys of a hook of single modules, called in the next forward and in each; torch's are >= 0.
+_ONCE, _ALWAYS = -1, -2
 # The registered global hooks, by the function that registers them and the hook.
 _handles: dict[object, RemovableHandle] = {}
 
@@ -62,12 +66,16 @@ def watch(engine: Engine) -> None:
             watch_optimizers(after_other_hooks=True)
         if may_be_distributed():  # not before: in each forward of each module it costs time
             _hang(hooks.register_module_forward_pre_hook, _refuse_distributed_autograd)
-    engine.when_ended = _look_later
+    engine.watch.backward_ended = _backward_has_ended
     weakref.finalize(engine, _stop_looking).atexit = False
     if engine.module is not None:
         watch_lookups(engine.module)
+    for compiled in filter(is_compiled, [*engine.modules]):
+        compiled._forward_pre_hooks[_ALWAYS] = _before_forward
     if accelerator() is not None:
-        mark_stale(engine)  # the model may be moved to a GPU before its first forward
+        watch_moves()
+        engine.watch.is_to_look = True  # its parameters may be moved by hand
+        _look_later()
 
 
 def watch_steps_in_shards() -> None:
@@ -86,24 +94,62 @@ def _hang(register: Any, hook: Any) -> None:
         _handles[register, hook] = register(hook)
 
 
+def _remove(register: Any, hook: Any) -> None:
+    if (handle := _handles.pop((register, hook), None)) is not None:
+        handle.remove()
+
+
 def mark_stale(engine: Engine) -> None:
     """Have ``engine`` refreshed before the next forward of any part of its module."""
+    engine.is_stale = True
+    if has_compiled():
+        _watch_its_modules(engine)
+    else:
+        engine.watch.refreshing = Forwards.OF_ALL
+        _look_later()
+
+
+def _look_later() -> None:
     with _lock:
-        engine.is_stale = True
-        _hang(hooks.register_module_forward_pre_hook, _before_forward)
-
-
-def _look_later(_: Engine) -> None:
-    if not has_compiled():  # compiled modules warn of hooks on all modules
-        with _lock:
+        if not has_compiled():
             _hang(hooks.register_module_forward_pre_hook, _before_forward)
 
 
-def _look_no_more() -> None:
-    """Leave out what no forward has looked for yet: a compiled one would warn of the hook."""
+def _backward_has_ended(engine: Engine) -> None:
+    """Look at ``engine`` before the next forward, if the backward was its own.
+
+    Else a hook on all modules would take time in all forwards until its own.
+    """
+    if engine.watch.is_to_look:
+        _look_later()
+    elif engine.watch.refreshing is Forwards.OF_ALL:
+        _watch_its_modules(engine)
+
+
+def _watch_its_modules(engine: Engine) -> None:
+    """Refresh ``engine`` before the next forward of its modules, without a hook on all others.
+
+    But modules are pickled and scripted with their hooks, so this is not the first choice.
+    """
+    engine.watch.refreshing = Forwards.OF_ITS_MODULES
+    for module in [*engine.modules]:
+        if not isinstance(module, torch.jit.ScriptModule):
+            module._forward_pre_hooks[_ONCE] = _before_forward
+
+
+def _watch_compiled(compiled: nn.Module, module: object) -> None:
+    """Have a hook of ``compiled``, which torch.compile() has made of ``module``, called.
+
+    Compiled modules would warn of one on all modules, which is removed.
+    """
     for engine in all_engines():
-        engine.is_to_look = False
-    _stop_looking()
+        if module in engine.modules:
+            engine.modules.add(compiled)
+            compiled._forward_pre_hooks[_ALWAYS] = _before_forward
+        if engine.watch.refreshing is Forwards.OF_ALL:
+            _watch_its_modules(engine)
+    with _lock:
+        _remove(hooks.register_module_forward_pre_hook, _before_forward)
 
 
 def _engines_of(module: nn.Module) -> list[Engine]:
@@ -114,8 +160,9 @@ def _engines_of(module: nn.Module) -> list[Engine]:
 def _registered(module: nn.Module, name: str, value: object) -> None:
     if name in module._buffers:
         return  # a new value of a buffer, which many modules set in each forward
-    if name == "_orig_mod":
-        _look_no_more()  # torch.compile() puts its own around the module
+    if is_compiled(module):
+        _watch_compiled(module, value)
+        return
     is_torchs = isinstance(module, _TorchDDP) and not isinstance(module, Wrapper)
     if is_torchs and isinstance(value, nn.Module):
         _leave_to_torch(value)
@@ -143,22 +190,46 @@ def _leave_to_torch(module: nn.Module) -> None:
 
 @uncompiled
 def _before_forward(module: nn.Module, _: object) -> None:
+    module._forward_pre_hooks.pop(_ONCE, None)
     for engine in _engines_of(module):
-        if engine.is_stale:
+        if engine.watch.refreshing is not Forwards.NONE:
             # Without the lock, as this waits for the other ranks.
             backward_sync_of(engine.process_group).refresh(engine)
-        if engine.is_to_look and torch.is_grad_enabled():
+            for each in engine.modules:
+                each._forward_pre_hooks.pop(_ONCE, None)
+        if engine.watch.is_to_look and torch.is_grad_enabled():
             engine.look()
     _stop_looking()
+    if not torch.is_grad_enabled():
+        _pause_in(module)
 
 
 def _stop_looking() -> None:
     """Remove the hook on forwards, unless it is to do something in the next one of some engine."""
+    waiting = (e.watch.is_to_look or e.watch.refreshing is Forwards.OF_ALL for e in all_engines())
     with _lock:
-        if not any(engine.is_stale or engine.is_to_look for engine in all_engines()):
-            handle = _handles.pop((hooks.register_module_forward_pre_hook, _before_forward), None)
-            if handle is not None:
-                handle.remove()
+        if not any(waiting):
+            _remove(hooks.register_module_forward_pre_hook, _before_forward)
+
+
+def _pause_in(module: nn.Module) -> None:
+    """Have no hook called before forwards of modules within ``module``, in which no graph is made.
+
+    In an evaluation it would take time in each, and what follows is to be looked at.
+    """
+    is_to_refresh = any(each.watch.refreshing is Forwards.OF_ALL for each in all_engines())
+    if is_to_refresh or isinstance(module, torch.jit.ScriptModule):  # scripts take no other hooks
+        return
+    with _lock:
+        if (hooks.register_module_forward_pre_hook, _before_forward) not in _handles:
+            return
+        _remove(hooks.register_module_forward_pre_hook, _before_forward)
+
+    def go_on(*_: object) -> None:
+        handle.remove()
+        _look_later()
+
+    handle = module.register_forward_hook(go_on, always_call=True)
 
 
 @uncompiled

@@ -172,7 +172,7 @@ def _sum_over_ranks(local: torch.Tensor, process_group: dist.ProcessGroup | None
         for engine in engines:
             if engine.is_stale:  # its model has changed since its last forward
                 sync.refresh(engine)
-            if engine.is_to_look:  # no forward of a module has done so
+            if engine.watch.is_to_look:  # no forward of a module has done so
                 engine.look()
         sum_announced(group, local)
         num_ranks = mean_divisor(group)

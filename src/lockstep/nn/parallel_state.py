@@ -25,9 +25,10 @@ from lockstep.errors import AlreadyParallel, ModelError, NothingToTrain
 from lockstep.grad import UnsummedBucket, gradient_dtype
 from lockstep.nn.autograd import current_task, is_any_reached, is_backward_of_replicas
 from lockstep.nn.backward import all_engines, backward_sync_of, engines_with, finish_failed
-from lockstep.nn.engine import Engine, Options
+from lockstep.nn.engine import Engine
 from lockstep.nn.global_hooks import watch
 from lockstep.nn.loss_scale import watch_scalers
+from lockstep.nn.options import Options
 from lockstep.nn.renormed import refusal_of_tables
 from lockstep.nn.verify import check_same_model, refusal_of_divided
 from lockstep.nn.wrapper import Wrapper

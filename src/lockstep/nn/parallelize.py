@@ -15,8 +15,8 @@ from lockstep.arguments import check_flag, check_module
 from lockstep.comm import this_thread
 from lockstep.nn.backward import finish_failed
 from lockstep.nn.buffers import BroadcastBuffers, check_policies
-from lockstep.nn.engine import Options
 from lockstep.nn.join import UnevenLoop
+from lockstep.nn.options import Options
 from lockstep.nn.parallel_state import attach, state_of
 from lockstep.nn.shard import refuse_in_shard
 from lockstep.world import group_or_all
