@@ -261,6 +261,12 @@ SHOWN = [
         "_NOTHING = 0.0",
     ),
     mutation(
+        "test_data_that_one_rank_alone_cuts_is_named_in_each_step",
+        "grad/contents.py",
+        "[*map(_form_of, self.parameters)]",
+        "self.parameters",
+    ),
+    mutation(
         "test_data_of_another_form_is_named",
         "nn/engine.py",
         "if self._tracked.have_other_forms():",

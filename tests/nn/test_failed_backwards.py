@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, LockstepError
 from tests.counts import pairs
 from tests.nn.failing import Layers, batch, gradients, layers
+from tests.nn.parallel import in_place, net, parts
 from tests.ranks import BACKENDS, Backend, run_ranks
 
 WHERE = pytest.mark.parametrize("backend", BACKENDS)
@@ -238,3 +239,38 @@ def test_a_failed_backward_tells_nothing_of_the_one_before(backend: Backend) -> 
         assert torch.equal(*copies)
 
     run_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("overlaps", [None, False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_that_one_rank_alone_cuts_is_named_in_each_step(
+    backend: Backend, overlaps: bool | None
+) -> None:
+    """With an optimizer that is sharded, and overlaps, or that is not; and no rank steps."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> list[str]:
+        model, x = in_place(net(), group), parts(2)[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if overlaps is not None:
+            lockstep.shard_optimizer(optimizer, overlap=overlaps)
+        told = []
+        for step in range(4):
+            if step == 2 and rank == 1:
+                model.first.bias.data = model.first.bias.data[:1].clone()
+            optimizer.zero_grad()
+            try:
+                model(x).square().sum().backward()
+                optimizer.step()
+                told.append("")
+            except LockstepError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        lockstep.any(False, process_group=group)  # before it, a failed backward is finished
+        return told
+
+    others, mine = run_ranks(2, body, backend=backend)
+    assert mine[:2] == others[:2] == ["", ""]
+    for text in mine[2:]:
+        assert text.startswith("ParameterChanged: The gradient of 'first.bias' is (1,) float64")
+    for text in others[2:]:
+        assert text.startswith("CollectiveFailed: "), text
+        assert "rank 1" in text

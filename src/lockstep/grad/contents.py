@@ -88,7 +88,7 @@ class Contents:
         self.chunk = 1 if self.is_large else smaller
         first = self.parameters[0] if named or like is None else like
         self.plan = BufferPlan(
-            self.parameters,
+            [*map(_form_of, self.parameters)],
             self.offsets,
             tail_size,
             gradient_dtype(first),
@@ -324,6 +324,14 @@ class Contents:
             "Build the model as it is to be trained, then call parallelize() or "
             "DistributedDataParallel()."
         )
+
+
+def _form_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor without values that keeps the form that ``parameter`` has now.
+
+    Shown by test_data_that_one_rank_alone_cuts_is_named_in_each_step.
+    """
+    return torch.empty_strided(parameter.shape, parameter.stride(), device="meta")
 
 
 def _describe(tensor: torch.Tensor, dtype: torch.dtype) -> str:

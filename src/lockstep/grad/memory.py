@@ -123,7 +123,7 @@ class BufferPlan(NamedTuple):
     """What makes the memories of a bucket.
 
     Attributes:
-        parameters: Those of the gradients.
+        forms: Tensors that have the gradients' shapes and strides.
         offsets: The first element of each gradient, and the one after the last.
         tail_size: The number of elements to reserve for facts.
         dtype, device: Those of the buffer.
@@ -131,7 +131,7 @@ class BufferPlan(NamedTuple):
         is_tail_apart: Whether facts have memory of their own, since a hook may resize the buffer.
     """
 
-    parameters: Sequence[torch.Tensor]
+    forms: Sequence[torch.Tensor]
     offsets: Sequence[int]
     tail_size: int
     dtype: torch.dtype
@@ -162,8 +162,8 @@ class BufferPlan(NamedTuple):
         else:
             gradients, tail = buffer[: self.numel], buffer[self.numel : self.size]
         views = [
-            view_like(buffer, offset, parameter)
-            for offset, parameter in zip(self.offsets, self.parameters, strict=False)
+            view_like(buffer, offset, form)
+            for offset, form in zip(self.offsets, self.forms, strict=False)
         ]
         return Memory(buffer, gradients, tail, views)
 
