@@ -141,6 +141,10 @@ def test_what_nobody_is_to_blame_for_is_said_to_have_failed() -> None:
         (_Note(False, [2]), {2: _Note(True, []), 3: _Note(True, [])}, [], [1]),
         # Connections to several have ended, and of one it is not known why.
         (_Note(False, [1, 2, 3]), {2: _Note(False, [1]), 3: _Note(False, [])}, [1], None),
+        # Rank 2 waited no more for 1 either, and is slow to say so.
+        (_Note(True, [2]), {3: _Note(True, [2])}, [], [1]),
+        # Nobody is left who might not have come.
+        (_Note(True, [2]), {1: _Note(True, []), 3: _Note(True, [])}, [2], None),
         # All failed alike.
         (_Note(False, []), {r: _Note(False, []) for r in (1, 2, 3)}, [], None),
         # The store is gone.

@@ -246,3 +246,20 @@ def test_stopped_rank_is_named_on_each_host(bench: Bench) -> None:
         _, err = run.communicate(timeout=60)
         assert run.returncode == 1
         assert err.startswith("lockstep: rank 1 of 2 failed first: it was stopped"), err
+
+
+def test_a_rank_that_others_lost_may_tell_why(bench: Bench) -> None:
+    """Its time was up, which ended its connections, and it is slow to say so."""
+    script = bench.script(
+        """
+        import os, time
+        from lockstep.errors import CollectiveTimeout, PeerLost
+        rank = int(os.environ["RANK"])
+        if rank == 1:
+            raise PeerLost("Rank 0 is gone; rank 1 waited for it.", [0], "all_reduce")
+        time.sleep(1 if rank == 0 else 60)
+        raise CollectiveTimeout("Rank 2 did not come in time.", [2], "all_reduce")
+        """
+    )
+    done = bench.run("run", "-n", 3, script)
+    assert done.stderr.startswith("lockstep: rank 2 of 3 did not come to where others waited")

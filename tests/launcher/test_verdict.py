@@ -201,6 +201,8 @@ def tells(rank: int, at: float, *earlier: int) -> RankProcess:
         # Rank 0 was lost, as it had lost rank 2.
         ([tells(1, 1.0, 0), tells(0, 1.1, 2)], 2, "rank 2 failed before all others"),
         ([tells(1, 1.0, 0), tells(0, 1.1, 1)], 1, "rank 1 of 3 failed first"),
+        # Rank 0 left rank 1, as it had waited for rank 2 for long enough.
+        ([tells(1, 1.0, 0), missed(0, 1.1, 2)], 2, "rank 2 of 3 did not come"),
     ],
 )
 def test_a_rank_that_others_tell_of_is_blamed(

@@ -16,6 +16,12 @@ SHOWN = [
         "_STRING + rb'|[\\[\\]{}]'",
     ),
     mutation(
+        "test_a_rank_that_others_lost_may_tell_why",
+        "launcher/watch.py",
+        "            return not self._reports.left()\n",
+        "            return True\n",
+    ),
+    mutation(
         "test_gradients_begin_where_those_of_one_process_may_begin",
         "grad/memory.py",
         "_LINE_BYTES = 64",

@@ -178,9 +178,14 @@ def _blame(
 ) -> tuple[list[int], list[int] | None]:
     """Return the ranks that are gone, and those that have not come; None if no time was up."""
     notes = {**others, rank: local_note}
-    gone = {rank for note in notes.values() for rank in note.gone} - set(notes)
+    silent = set(ranks) - set(notes)
+    lost = {each for note in notes.values() if not note.is_late for each in note.gone} & silent
+    # A rank whose time is up ends its connections, and may be slow to leave its note. So to one
+    # whose own time was up they tell nothing, as long as there is a rank that has not come.
+    ended = {each for note in notes.values() for each in note.gone} & silent
+    gone = lost or (ended if ended == silent else set())
     is_late = not gone and any(note.is_late for note in notes.values())
-    return sorted(gone), sorted(set(ranks) - set(notes)) if is_late else None
+    return sorted(gone), sorted(silent - ended) if is_late else None
 
 
 def _exchange_notes(group: ProcessGroup, note: _Note, found: dict[int, _Note]) -> None:

@@ -172,7 +172,7 @@ def failure_outcome(
 
     ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure.
     """
-    culprit = first_failure(failures)
+    culprit = _told_last(first_failure(failures), failures)
     absent = _absent(culprit, failures, world_size)
     earlier = None if absent else _earlier(culprit, failures, ended_well)
     message = _message(culprit, absent, failures, ended_well, world_size, full_traceback)
@@ -207,6 +207,22 @@ _Failed = TypeVar("_Failed", Failure, Outcome)
 def first_failure(failures: Sequence[_Failed]) -> _Failed:
     """The failure to blame, of a rank or a host: the first that no other one has caused."""
     return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_seconds))
+
+
+def _told_last(first: Failure, failures: Sequence[Failure]) -> Failure:
+    """The failure that the ``first`` one tells of, if its rank has told of it too, and so on.
+
+    A rank whose time is up leaves the others before it tells why: theirs may be known first.
+    """
+    by_rank = {failure.rank: failure for failure in failures}
+    found, seen = first, {first.rank}
+    while found.lost_a_peer and (rank := next(iter(found.told_of), None)) in by_rank:
+        assert rank is not None
+        if rank in seen:  # they tell of each other
+            return first
+        found = by_rank[rank]
+        seen.add(rank)
+    return found
 
 
 def _absent(culprit: Failure, failures: Sequence[Failure], world_size: int) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lockstep.deadline import Deadline
 from lockstep.launcher import processes
 from lockstep.launcher.failures import Failure, Outcome, failure_outcome
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # it imports torch
 _READ_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _MOST_DRAINS = 100  # each empties a pipe
+_REPORT_SECONDS = 3.0  # for a rank that has left others to tell why
 
 
 class Watch:
@@ -66,6 +68,7 @@ class Watch:
         self.is_hurried = False  # whether Ctrl-C came once more
         self._peer_failed = False  # whether the ranks of another host failed first
         self._escalation: Escalation | None = None  # None as long as all goes well
+        self._reports: Deadline | None = None  # for ranks that others tell of to tell themselves
         self._kept = set[int]()  # signals for which no rank has a handler yet
         given = job.grace_seconds
         self._grace_seconds = GRACE_SECONDS if given is None else given
@@ -148,7 +151,7 @@ class Watch:
 
     def _until_all_ended(self) -> None:
         while any(rank.is_running for rank in self._ranks):
-            left = None
+            left = None if self._reports is None else self._reports.left()
             if self._escalation is not None:
                 self._note_exits()  # a rank that has ended by itself isn't asked to
                 now = time.monotonic()
@@ -159,9 +162,27 @@ class Watch:
                     return  # even SIGKILL doesn't end a rank that hangs in the kernel
             self._serve(left)
             self._note_exits()
-            if self._escalation is None and (self._failures() or self._have_saved()):
+            if self._escalation is None and self._is_to_end():
                 self._note_stops()
                 self._escalation = Escalation(self._after_failure())
+
+    def _is_to_end(self) -> bool:
+        """Whether ranks have failed, or saved, and none is about to tell of an earlier failure.
+
+        That is one of which others say that it is gone, and which runs: it left them, as when its
+        time was up, and has told nobody why. Shown by test_a_rank_that_others_lost_may_tell_why.
+        """
+        failures = self._failures()
+        if not failures or self._have_saved():
+            return self._have_saved()
+        told_of = {rank for failure in failures for rank in failure.told_of}
+        told_of -= {failure.rank for failure in failures}
+        if all(failure.lost_a_peer for failure in failures) and any(
+            rank.is_running and rank.failure is None for rank in self._ranks if rank.rank in told_of
+        ):
+            self._reports = self._reports or Deadline(_REPORT_SECONDS)
+            return not self._reports.left()
+        return True
 
     def _after_failure(self) -> list[processes.Action]:
         if not self._failures():  # one has saved, and the others are to come to their ends as well
