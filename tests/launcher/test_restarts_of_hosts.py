@@ -143,11 +143,12 @@ def test_host_that_is_killed_whole_may_come_back(bench: Bench) -> None:
     again = hosts.start(1)
     time.sleep(1)
     runs[1].kill()
-    assert lines(again, 1) == ["attempt 1 from 5 False", expected]
+    # Host 0 has copies of its snapshots.
+    assert lines(again, 1) == ["attempt 1 from 8 False", expected]
     out, err = runs[0].communicate(timeout=100)
     assert runs[0].returncode == 0, err
-    assert lines_of(out, 0) == ["attempt 1 from 5 False", expected]
-    assert "(host 1 is lost); all go on from the newest checkpoint" in err
+    assert lines_of(out, 0) == ["attempt 1 from 8 False", expected]
+    assert "(host 1 is lost); all go on from the last snapshot of which another host has" in err
 
 
 @pytest.mark.long
@@ -155,9 +156,10 @@ def test_host_that_does_not_come_back_is_not_waited_for_for_ever(bench: Bench) -
     runs = TwoHosts(bench, "plain", "--rdzv-timeout", 5).waiting()
     runs[1].kill()
     _, err = runs[0].communicate(timeout=100)
-    assert runs[0].returncode == 2
+    assert runs[0].returncode == START_AGAIN, err
     assert "2 hosts didn't meet" in err
     assert "within 5 seconds: host 1 didn't come" in err
+    assert "The state after 8 steps was written in" in err
     assert until(lambda: not bench.processes())
 
 
@@ -168,14 +170,15 @@ def test_without_host_0_the_run_ends_and_goes_on_when_it_is_given_again(bench: B
     runs = hosts.waiting()
     runs[0].kill()
     _, err = runs[1].communicate(timeout=100)
-    assert runs[1].returncode == 1
+    assert runs[1].returncode == START_AGAIN, err
     assert "host 0" in err
     assert "is lost" in err
+    assert "The state after 8 steps was written in" in err  # host 1 has copies of the snapshots
     assert "restart 1" not in err
     assert until(lambda: not bench.processes())
     runs = [hosts.start(host) for host in range(2)]
     for host, run in enumerate(runs):
-        assert lines(run, host) == ["attempt 0 from 5 False", expected]
+        assert lines(run, host) == ["attempt 0 from 8 False", expected]
 
 
 def test_hosts_that_have_saved_are_to_be_started_again(bench: Bench) -> None:
@@ -195,6 +198,20 @@ def test_hosts_that_have_saved_are_to_be_started_again(bench: Bench) -> None:
     assert first == second
     assert first[1] == expected
     assert 1 <= int(first[0].split()[3]) < 20
+
+
+def test_the_last_snapshot_of_two_hosts_is_written_by_host_0(bench: Bench) -> None:
+    """Their ranks don't come to a step's end before the grace is over."""
+    hosts = TwoHosts(bench, "sharded", "--grace", 1)
+    expected = hosts.undisturbed()
+    runs = hosts.waiting()
+    runs[1].send_signal(signal.SIGTERM)
+    said = [run.communicate(timeout=100)[1] for run in runs]
+    assert [run.returncode for run in runs] == [START_AGAIN, 128 + signal.SIGTERM], said
+    assert "The state after 8 steps was written in" in said[0]
+    runs = [hosts.start(host) for host in range(2)]
+    for host, run in enumerate(runs):
+        assert lines(run, host) == ["attempt 0 from 8 False", expected]
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -235,8 +252,8 @@ def test_hosts_of_a_network_lose_no_bit(bench: Bench, kind: str) -> None:
         for each in [launcher, *launcher.children(recursive=True)]:
             each.kill()
         again = hosts.start(1)
-        assert lines(again, 1) == ["attempt 1 from 5 False", expected]
-        assert lines(runs[0], 0)[-2:] == ["attempt 1 from 5 False", expected]
+        assert lines(again, 1) == ["attempt 1 from 8 False", expected]
+        assert lines(runs[0], 0)[-2:] == ["attempt 1 from 8 False", expected]
         runs[1].communicate(timeout=100)
 
 

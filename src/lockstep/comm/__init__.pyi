@@ -19,6 +19,7 @@ from .any_group import have_same as have_same
 from .any_group import named_barrier as named_barrier
 from .any_group import one_copy as one_copy
 from .any_group import ranks_with_one_copy as ranks_with_one_copy
+from .any_group import send_and_receive as send_and_receive
 from .any_group import start_all_gather_in_place as start_all_gather_in_place
 from .any_group import start_all_reduce as start_all_reduce
 from .any_group import start_reduce_scatter as start_reduce_scatter

@@ -314,6 +314,29 @@ def all_to_all(
     Started(group, "all_to_all", start, sent.nbytes).wait()
 
 
+def send_and_receive(
+    group: ProcessGroup,
+    sent: torch.Tensor,
+    destination: int,
+    received: torch.Tensor,
+    source: int,
+    tag: int,
+) -> None:
+    """Send a tensor to one rank, and receive one of another rank; an empty one isn't sent.
+
+    The other ranks have to do their parts of it at the same time; it blocks.
+    """
+    works = []
+    if received.numel():
+        start = partial(group.recv, [received], source, tag)
+        works.append(Started(group, "recv", start, received.nbytes))
+    if sent.numel():
+        start = partial(group.send, [sent], destination, tag)
+        works.append(Started(group, "send", start, sent.nbytes))
+    for work in works:
+        work.wait()
+
+
 def sum_rows(group: ProcessGroup, mine: Tensor, scale: float) -> tuple[Tensor, int]:
     """Return the sum of the ranks' sparse tensors times ``scale``, and the bytes this rank gave.
 

@@ -44,7 +44,8 @@ class Attempts:
         job: What is run, and how often it may fail.
         zygote: From which attempts are forked.
         status: What the ranks do, in memory that all attempts share.
-        snapshots: The descriptors of each rank's, which all attempts share too.
+        snapshots: The descriptors of each rank's, which all attempts share too; with several hosts
+            those for copies of another rank's are behind them.
         is_live: Whether that is shown.
 
     Attributes:
@@ -56,7 +57,7 @@ class Attempts:
         job: Job,
         zygote: Zygote,
         status: RunStatus,
-        snapshots: Sequence[tuple[int, int]],
+        snapshots: Sequence[Sequence[int]],
         *,
         is_live: bool,
     ) -> None:
@@ -93,7 +94,7 @@ class Attempts:
                 if not has_failed or watch.interrupted_by or watch.are_running():
                     return outcome
                 if outcome.lost_host == 0:  # and so is the store where all would meet
-                    return outcome
+                    return self._with_last_snapshot(outcome)
                 if self._ended_by:
                     self._say(printable_lines(outcome.message or ""))
                     return self._interrupted(None)
@@ -105,7 +106,7 @@ class Attempts:
         except Ended as error:
             return error.outcome
         except LaunchError as error:
-            return Outcome(2, message=str(error))
+            return self._with_last_snapshot(Outcome(2, message=str(error)))
 
     def _take(self) -> Attempt | None:
         """The next attempt, with as many ranks as this host has room for; None if interrupted."""
@@ -129,7 +130,7 @@ class Attempts:
         """Start fewer ranks from now on. What is in memory is of as many as there were."""
         written = WrittenOut()
         if (step := self._newest()) is not None:
-            written = self._write_out(step)
+            written = self._write_out(step, self._own)
         told = "the program begins anew, or at its newest checkpoint"
         if written.error:
             told = f"the last snapshot wasn't written as a checkpoint: {written.error}; {told}"
@@ -141,22 +142,44 @@ class Attempts:
         ranks = "1 rank goes" if num_ranks == 1 else f"{num_ranks} ranks go"
         self._say(printable_lines(f"{ranks} on: {told}."))
         if not self._ended_by:
-            for memory in self._snapshots:
-                memory.clear()
+            self._clear()
         self._job = self._job._replace(num_ranks=num_ranks)
         self._descriptors = self._descriptors[:num_ranks]
 
     @property
-    def _snapshots(self) -> list[SnapshotMemory]:
-        return [SnapshotMemory(each) for each in self._descriptors]
+    def _own(self) -> list[Sequence[int]]:
+        """The descriptors of the snapshots of this host's ranks."""
+        return [each[: SnapshotMemory.NUM_SLOTS] for each in self._descriptors]
 
-    def _write_out(self, step: int) -> WrittenOut:
+    @property
+    def _copies(self) -> list[Sequence[int]]:
+        """Those of the copies of the ranks of the host before, if there are several hosts."""
+        each_has = [each[SnapshotMemory.NUM_SLOTS :] for each in self._descriptors]
+        return [each for each in each_has if each]
+
+    def _of_all_ranks(self) -> list[Sequence[int]]:
+        """Those of all ranks of the run, in their order; [] if this host doesn't have them all."""
+        host = self._host
+        if host is None or host.world_size == len(self._own):
+            return self._own
+        if not host.are_alike or host.world_size != len(self._own) + len(self._copies):
+            return []
+        is_first = host.ranks.start == 0
+        return [*self._own, *self._copies] if is_first else [*self._copies, *self._own]
+
+    def _clear(self) -> None:
+        """Give the memory of all snapshots back: they are of as many ranks as took them."""
+        for each in (*self._own, *self._copies):
+            SnapshotMemory(each).clear()
+
+    def _write_out(self, step: int, descriptors: Sequence[Sequence[int]]) -> WrittenOut:
         """Have the last snapshot written as a checkpoint, if the program has a folder for some."""
-        if not any(header.path for header in self._snapshots[0].headers().values()):
+        headers = SnapshotMemory(descriptors[0]).headers().values()
+        if not any(header.path for header in headers):
             return WrittenOut(step)
         self._say(_WRITING)
         most_seconds = max(self._job.grace_seconds or 0.0, _WRITING_SECONDS)
-        return write_out(self._descriptors, self._take_ending, most_seconds)
+        return write_out(descriptors, self._take_ending, most_seconds)
 
     def _interrupted(self, attempt: Attempt | None) -> Outcome:
         """The outcome if a signal came before the ranks have begun, or begin again."""
@@ -169,13 +192,19 @@ class Attempts:
         return self._with_last_snapshot(Outcome(128 + number, message=message))
 
     def _with_last_snapshot(self, outcome: Outcome) -> Outcome:
-        """The outcome of a run that a signal has ended, whose ranks may not have saved."""
-        step = self._newest()
+        """The outcome of a run that a signal or a lost host has ended; ranks may not have saved.
+
+        Of several hosts it is host 0 that has the last snapshot written or, without it, the other
+        one: each of two has copies of the other's snapshots. Of more none has all that is needed.
+        """
+        descriptors = self._of_all_ranks()
+        step = newest_step(map(SnapshotMemory, descriptors))
         if outcome.exit_status in (0, START_AGAIN) or step is None:
             return outcome
-        if self._host is not None and self._host.world_size > len(self._descriptors):
-            return outcome  # the other hosts' ranks have the rest of the state
-        return with_last_snapshot(outcome, self._write_out(step))
+        is_first = self._host is None or self._host.ranks.start == 0
+        if not is_first and outcome.lost_host != 0:
+            return outcome
+        return with_last_snapshot(outcome, self._write_out(step, descriptors))
 
     def _say(self, words: str) -> None:
         if self.console is not None:
@@ -203,8 +232,7 @@ class Attempts:
                 host.ranks,
                 host.world_size,
             ):
-                for memory in self._snapshots:  # a snapshot is of as many ranks as took it
-                    memory.clear()
+                self._clear()
             self._begun_at = self._newest()
             self._add_variables(host)
             self._signals.listen()
@@ -252,7 +280,8 @@ class Attempts:
     def _add_variables(self, host: Host) -> None:
         """Tell the ranks how often they were started; the run's name for torchrun's stays."""
         self._run_id = self._run_id or host.environments[0]["TORCHELASTIC_RUN_ID"]
-        for variables, snapshots in zip(host.environments, self._descriptors, strict=True):
+        descriptors = self._descriptors if host.are_alike else self._own
+        for variables, snapshots in zip(host.environments, descriptors, strict=True):
             variables |= {
                 **restart_environment(host.attempt, snapshots, self._record.num_alike),
                 "TORCHELASTIC_RESTART_COUNT": str(host.attempt),
@@ -290,7 +319,7 @@ class Attempts:
 
     def _newest(self) -> int | None:
         """The newest step that all ranks of this host can go on from."""
-        return newest_step(self._snapshots)
+        return newest_step(map(SnapshotMemory, self._own))
 
     def _incident(self, outcome: Outcome) -> Incident:
         assert self._host is not None
@@ -345,8 +374,9 @@ class Attempts:
             assert self._job.meeting is not None
             who = f"the run was in step {incident.step}"
             onwards = (
-                "all go on from the newest checkpoint, when 'lockstep run' is given again on that "
-                f"host within {self._job.meeting.timeout_seconds} s (--rdzv-timeout)"
+                "all go on from the last snapshot of which another host has a copy, else from the "
+                "newest checkpoint, when 'lockstep run' is given again on that host within "
+                f"{self._job.meeting.timeout_seconds} s (--rdzv-timeout)"
             )
             if self._host.num_others >= self._job.meeting.least_hosts:
                 onwards = "the others go on from the newest checkpoint"

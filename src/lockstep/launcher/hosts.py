@@ -81,6 +81,7 @@ class Host:
         world_size: The number of ranks on all hosts.
         ranks: The ranks on this host.
         environments: The variables to add for each of these ranks.
+        are_alike: Whether there are several hosts, with as many ranks each.
         notice: A descriptor that becomes readable when another host has failed.
 
     Raises:
@@ -92,6 +93,7 @@ class Host:
         self, job: Job, meanwhile: AbstractContextManager[None], before: Host | None = None
     ) -> None:
         self.notice: int | None = None
+        self.are_alike = False
         self.attempt: int = 0 if before is None else before.attempt + 1
         self._restarts = job.restarts
         self._before = before
@@ -182,6 +184,7 @@ class Host:
             self._store, self._number, names, patience_seconds, lines=lines, check=endpoint.check
         )
         self.notice = self._agreement.notice
+        self.are_alike = len(sizes) > 1 == len({*sizes})
         first, master = sum(sizes[: self._number]), (endpoint.address, meeting.port)
         return Placement(Starter.LOCKSTEP, first, sum(sizes), 0, size, master, meeting.run_id)
 

@@ -32,7 +32,7 @@ class WrittenOut(NamedTuple):
 
 
 def write_out(
-    descriptors: Sequence[tuple[int, int]],
+    descriptors: Sequence[Sequence[int]],
     take_signals: Callable[[], Collection[int]],
     most_seconds: float,
 ) -> WrittenOut:
@@ -71,7 +71,7 @@ def write_out(
         return WrittenOut(error=ended or how)
 
 
-def _start(descriptors: Sequence[tuple[int, int]]) -> subprocess.Popen[bytes]:
+def _start(descriptors: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
     # Schedulers send their signals to every process of a job, and this one is to come to its end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
@@ -97,9 +97,10 @@ def with_last_snapshot(outcome: Outcome, written: WrittenOut) -> Outcome:
         told = f"the state after {written.step} steps is lost, as steps() has no path."
     else:
         how = "was written" if written.is_new else "is a checkpoint"
+        why = "the ranks hadn't come to a step's end. " * (outcome.lost_host is None)
         told = (
-            f"the ranks hadn't come to a step's end. The state after {written.step} steps {how} in "
-            f"{written.path}. Give the same command again to go on from there."
+            f"{why}The state after {written.step} steps {how} in {written.path}. Give the same "
+            "command again to go on from there."
         )
         outcome = replace(outcome, run_status=START_AGAIN)
     return replace(outcome, message=f"{outcome.message or ''}\n{told}".strip())

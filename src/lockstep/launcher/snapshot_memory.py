@@ -4,6 +4,8 @@ Each rank has two files in memory, its slots, which it writes in turns. A slot h
 bytes of the tensors, and two texts: the layout of these bytes, and all other values. The header is
 written last and has a checksum of its own: a slot that a rank was killed in writing isn't whole.
 Headers are read without mapping the rest, and without torch.
+
+With several hosts each rank has two more, for copies of the snapshots of a rank of another host.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class SnapshotMemory:
         descriptors: Those of the two files; they stay the caller's to close.
     """
 
-    NUM_SLOTS = 2
+    NUM_SLOTS, PAGE_BYTES = 2, HEADER_BYTES
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         if len(descriptors) != self.NUM_SLOTS:
@@ -76,15 +78,20 @@ class SnapshotMemory:
         self._maps: list[mmap.mmap | None] = [None] * self.NUM_SLOTS
 
     @staticmethod
-    def create(local_rank: int) -> tuple[int, int]:
+    def create(local_rank: int, *, of_copies: bool = False) -> tuple[int, int]:
         """Make two empty files, which no other user can open; return their descriptors.
+
+        Args:
+            local_rank: The rank whose they are.
+            of_copies: Whether they are for copies of another rank's snapshots.
 
         Raises:
             OSError: If there is no room for them.
         """
-        first = memory_file(f"{_NAME}-{local_rank}-0")
+        name = f"{_NAME}-{'copy-' * of_copies}{local_rank}"
+        first = memory_file(f"{name}-0")
         try:
-            return first, memory_file(f"{_NAME}-{local_rank}-1")
+            return first, memory_file(f"{name}-1")
         except OSError:
             os.close(first)
             raise
@@ -105,7 +112,15 @@ class SnapshotMemory:
 
     def header(self, slot: int) -> SnapshotHeader | None:
         """Return the header of a slot, if it is whole."""
-        page = os.pread(self._descriptors[slot], HEADER_BYTES, 0)
+        header = self.header_in(self.page(slot))
+        if header is None:
+            return None
+        size = os.fstat(self._descriptors[slot]).st_size
+        return header if HEADER_BYTES + header.num_bytes <= size else None
+
+    @staticmethod
+    def header_in(page: bytes) -> SnapshotHeader | None:
+        """Return the header that a page is of, if it is whole."""
         if len(page) < HEADER_BYTES:
             return None
         magic, checksum = _PREFIX.unpack_from(page)
@@ -115,9 +130,15 @@ class SnapshotMemory:
         stop = start + path_bytes
         if magic != _MAGIC or zlib.crc32(page[_PREFIX.size : stop]) != checksum:
             return None
-        header = SnapshotHeader._make((*fields[:-1], os.fsdecode(page[start:stop])))
-        size = os.fstat(self._descriptors[slot]).st_size
-        return header if HEADER_BYTES + header.num_bytes <= size else None
+        return SnapshotHeader._make((*fields[:-1], os.fsdecode(page[start:stop])))
+
+    def page(self, slot: int) -> bytes:
+        """Return the bytes of a slot's header, which is whole: for a copy of the slot."""
+        return os.pread(self._descriptors[slot], HEADER_BYTES, 0)
+
+    def put_page(self, slot: int, page: bytes) -> None:
+        """Write the bytes of a header, when all else of the copy is written."""
+        os.pwrite(self._descriptors[slot], page, 0)
 
     def headers(self) -> dict[int, SnapshotHeader]:
         """Return the headers of the slots that are whole, by slot."""

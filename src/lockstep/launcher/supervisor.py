@@ -129,7 +129,13 @@ def _start_attempts(
     from lockstep.launcher.zygote import Forking, Zygote, fork_zygote
 
     try:
-        snapshots = tuple(SnapshotMemory.create(rank) for rank in range(job.num_ranks))
+        snapshots = tuple(
+            (
+                *SnapshotMemory.create(rank),
+                *(() if job.meeting is None else SnapshotMemory.create(rank, of_copies=True)),
+            )
+            for rank in range(job.num_ranks)
+        )
     except OSError as error:
         raise LaunchError(
             f"There are no files for snapshots of the ranks: {error.strerror}. Nothing was begun. "

@@ -74,7 +74,7 @@ class Forking(NamedTuple):
 
     job: Job
     signal_mask: tuple[int, ...]
-    snapshots: tuple[tuple[int, int], ...]
+    snapshots: tuple[tuple[int, ...], ...]
     launcher: int
 
 

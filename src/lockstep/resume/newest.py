@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.resume.checkpoints import Checkpoints
+from lockstep.resume.copies import Copies, Has, steps_of_all
 from lockstep.resume.snapshots import Snapshots
 
 _log = logging.getLogger("lockstep")
@@ -19,7 +20,11 @@ State = tuple[dict[str, Any], Any]
 
 
 def load_newest(
-    ranks: Ranks, snapshots: Snapshots | None, checkpoints: Checkpoints | None, num_alike: int
+    ranks: Ranks,
+    snapshots: Snapshots | None,
+    copies: Copies | None,
+    checkpoints: Checkpoints | None,
+    num_alike: int,
 ) -> State | None:
     """Put all things into the newest state; return what steps() has kept of itself, if any.
 
@@ -29,14 +34,21 @@ def load_newest(
     Args:
         ranks: All ranks.
         snapshots: This rank's, if there may be some.
+        copies: Those in the memory of other hosts, if there may be some.
         checkpoints: Those of the run, if it has a folder.
         num_alike: How often the last failure has come, at the same step.
     """
-    usable = [] if snapshots is None else snapshots.usable()
-    every = ranks.gather(None, [usable, num_alike])
-    common = sorted(set.intersection(*({*steps} for steps, _ in every)), reverse=True)
+    has = Has([], [], "", 0)
+    if snapshots is not None:
+        has = Has(snapshots.usable(), [], snapshots.key.hex(), 0)
+    if copies is not None:
+        has = has._replace(copies=copies.usable(), distance=copies.distance)
+    told = ranks.gather(None, [*has, num_alike])
+    num_alike = max(alike for *_, alike in told)
+    every = [Has(own, [(s, k) for s, k in held], *rest) for own, held, *rest, _ in told]
+    # Older ones are looked for among what each rank has itself.
+    common = steps_of_all(every, with_copies=num_alike <= 1)
     saved = [] if checkpoints is None else checkpoints.numbers()
-    num_alike = max(alike for _, alike in every)
     if num_alike > 1:
         all_of_them = common, saved
         common, saved = _older(snapshots, checkpoints, common, saved, num_alike - 1)
@@ -50,6 +62,10 @@ def load_newest(
             )
     if snapshots is not None:
         snapshots.discard(but=common)
+    if copies is not None:
+        copies.discard(every, but=common)
+        if common:
+            copies.fetch(common[0], every)
     if common:
         assert snapshots is not None
         return _restored(ranks, snapshots, common[0])

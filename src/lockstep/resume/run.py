@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
@@ -17,11 +17,12 @@ import torch
 from lockstep import spans
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
-from lockstep.comm import context_of
+from lockstep.comm import context_of, device_of_facts
 from lockstep.generators import Seeds, global_generators
 from lockstep.launcher import START_AGAIN, SnapshotMemory
 from lockstep.resume.accumulation import Accumulation
 from lockstep.resume.checkpoints import Checkpoints
+from lockstep.resume.copies import Copies
 from lockstep.resume.newest import key_of, load_newest
 from lockstep.resume.pace import Agreed, Pace
 from lockstep.resume.progress import Progress
@@ -29,7 +30,7 @@ from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
 from lockstep.resume.snapshots import Snapshots
 from lockstep.status import Asked
-from lockstep.world import alike_failures_of, restarts_of
+from lockstep.world import alike_failures_of, detect, restarts_of
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
@@ -38,6 +39,20 @@ _log = logging.getLogger("lockstep")
 def _is_asked() -> bool:
     """Whether this rank's launcher has asked it to stop, as more hosts have come."""
     return spans.status is not None and spans.status.asked is Asked.TO_STOP
+
+
+def _copies(ranks: Ranks, memory: SnapshotMemory, descriptors: Sequence[int]) -> Copies | None:
+    """Return this rank's part in copies on other hosts, if the launcher has memory for some.
+
+    There are none if the loop isn't over all ranks, or on a network without tensors of the CPU.
+    """
+    of_others = SnapshotMemory.inherited(descriptors) if descriptors else None
+    place = detect(os.environ)
+    if of_others is None or place.local_world_size is None or place.world_size != ranks.size:
+        return None
+    if device_of_facts(ranks.group).type != "cpu":
+        return None
+    return Copies(ranks, memory, of_others, place.local_world_size)
 
 
 class _Loops:
@@ -86,8 +101,11 @@ class Steps(Generic[T]):
         self._loops = context_of(ranks.group).get(_Loops)
         self._signals = StopSignals()
         self.restarts, descriptors = restarts_of(os.environ)
-        memory = SnapshotMemory.inherited(descriptors) if descriptors else None
+        mine = descriptors[: SnapshotMemory.NUM_SLOTS]
+        others = descriptors[SnapshotMemory.NUM_SLOTS :]
+        memory = SnapshotMemory.inherited(mine) if mine else None
         self._snapshots: Snapshots | None = None
+        self._copies: Copies | None = None
         if memory is not None:
             path = "" if checkpoints is None else str(checkpoints.path)
             if not path and self._loops.number and ranks.rank == 0:
@@ -99,6 +117,8 @@ class Steps(Generic[T]):
                 )
             key = key_of(ranks, path, things, self._loops.number)
             self._snapshots = Snapshots(memory, things, key, ranks.rank, path)
+            self._copies = _copies(ranks, memory, others)
+        self._copy_seconds = 0.0
         self._loops.number += 1
         self.step = self._first = 0
         self._base: int | None = None  # the steps of earlier loops
@@ -117,7 +137,9 @@ class Steps(Generic[T]):
         proposed = torch.initial_seed() % 2**62 if seed is None else as_whole_number("seed", seed)
         progress.seed = self._ranks.gather(None, proposed)[0]
         num_alike = alike_failures_of(os.environ)
-        state = load_newest(self._ranks, self._snapshots, self._checkpoints, num_alike)
+        state = load_newest(
+            self._ranks, self._snapshots, self._copies, self._checkpoints, num_alike
+        )
         if state is not None:
             progress.load(*state)
             progress.seed = progress.seed if seed is None else seed
@@ -208,6 +230,8 @@ class Steps(Generic[T]):
             self._loops.num_steps = self._base + self._progress.num_done
             if self._is_over and self._snapshots is not None:
                 self._snapshots.close()
+                if self._copies is not None:
+                    self._copies.close()
 
     def _note_left(self) -> None:
         """Note the run's last step if break, or an error, has left it: at exit that is told."""
@@ -284,6 +308,7 @@ class Steps(Generic[T]):
         takes = self._snapshots is not None and done >= self._next_snapshot
         if takes:
             self._complete_snapshot()
+            self._copy()  # before any rank overwrites the one before
         agreed = self._pace.exchange(
             stops=bool(self._signals.name),
             grows=checkpoints is not None and _is_asked(),
@@ -302,6 +327,8 @@ class Steps(Generic[T]):
             if takes or ends:
                 self._take_snapshot()
                 self._next_snapshot = done + agreed.snapshot_every
+                if not ends:
+                    self._copy()
             self._next_meeting = min(self._next_meeting, self._next_snapshot)
         if checkpoints is not None and (agreed.saves or ends):
             self._saves = False
@@ -328,11 +355,13 @@ class Steps(Generic[T]):
             self._checkpoints.save(done, *self._state(), waits=True)
         if self._snapshots is not None:
             self._complete_snapshot()
+            self._copy()
             is_torn = self._snapshots.is_torn
             none = {"stops": False, "grows": False, "saves": False, "accumulates": False}
             self._settle_last(self._pace.exchange(fails=self._fails, is_torn=is_torn, **none))
             if self._snapshots is not None:
                 self._take_snapshot()
+                self._copy()
 
     def _settle_last(self, agreed: Agreed) -> None:
         """Do what the last snapshot needs, if there was something wrong with it on any rank."""
@@ -350,7 +379,13 @@ class Steps(Generic[T]):
         assert self._snapshots is not None
         step = (self._base or 0) + self._progress.num_done
         taken = partial(self._snapshots.take, step, *self._state())
-        self._try(lambda: self._pace.took_snapshot(taken()))
+        self._try(lambda: self._pace.took_snapshot(taken() + self._copy_seconds))
+        self._copy_seconds = 0.0
+
+    def _copy(self) -> None:
+        """Let another host have a copy of the newest snapshot. Every rank calls it; it blocks."""
+        if self._snapshots is not None and self._copies is not None:
+            self._copy_seconds += self._copies.update()
 
     def _complete_snapshot(self) -> None:
         assert self._snapshots is not None

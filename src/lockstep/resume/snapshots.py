@@ -41,6 +41,7 @@ class Snapshots:
         path: The folder of the program's checkpoints, or "".
 
     Attributes:
+        key: The digest.
         is_torn: Whether the last one was discarded, as it was changed while it was copied.
     """
 
@@ -50,7 +51,7 @@ class Snapshots:
         self, memory: SnapshotMemory, things: Mapping[str, Any], key: bytes, rank: int, path: str
     ) -> None:
         self._memory, self._things = memory, things
-        self._key, self._rank, self._path = key, rank, path
+        self.key, self._rank, self._path = key, rank, path
         self._live = Live(things)
         self._layout: tuple[Plan | None, bytes] = (None, b"")
         self._targets: dict[int, tuple[Any, Plan, list[list[torch.Tensor]]]] = {}
@@ -150,7 +151,7 @@ class Snapshots:
             value_bytes=len(text),
             tensor_checksum=0,
             text_checksum=zlib.crc32(texts),
-            key=self._key,
+            key=self.key,
             path=self._path,
         )
         memory = self._room(slot, header.num_bytes + room_for(live))
@@ -249,11 +250,9 @@ class Snapshots:
         """Return the steps of the snapshots here that are this program's, and as it wrote them."""
         found = []
         for slot, header in self._memory.headers().items():
-            if header.key != self._key or header.rank != self._rank:
+            if header.key != self.key or header.rank != self._rank:
                 continue
-            tensors = torch.frombuffer(self._memory.view(slot), dtype=torch.uint8)
-            checksum = checksum_of(tensors[: header.tensor_bytes])
-            if checksum != header.tensor_checksum or self._memory.texts(slot, header) is None:
+            if not is_as_written(self._memory, slot, header):
                 _log.warning(
                     "The snapshot after step %s isn't as rank %s wrote it: its checksum differs. "
                     "The run goes on from an older one, or from the newest checkpoint.",
@@ -302,15 +301,22 @@ class Snapshots:
     def discard(self, *, but: Collection[int] = ()) -> None:
         """Discard the program's snapshots that the ranks don't go on from; all but these."""
         for slot, header in self._memory.headers().items():
-            if header.key == self._key and header.step not in but:
+            if header.key == self.key and header.step not in but:
                 self._memory.discard(slot)
 
     def _discard_others(self) -> None:
         """Discard those of another program, or of another loop of this one: theirs is the past."""
         for slot, header in self._memory.headers().items():
-            if header.key != self._key:
+            if header.key != self.key:
                 self._memory.discard(slot)
         self._is_first = False
+
+
+def is_as_written(memory: SnapshotMemory, slot: int, header: SnapshotHeader) -> bool:
+    """Whether the bytes of a slot are those that were written."""
+    tensors = torch.frombuffer(memory.view(slot), dtype=torch.uint8)[: header.tensor_bytes]
+    is_same = checksum_of(tensors) == header.tensor_checksum
+    return is_same and memory.texts(slot, header) is not None
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

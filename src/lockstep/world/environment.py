@@ -181,7 +181,8 @@ def restart_environment(
 
     Args:
         restarts: How often the ranks were started anew.
-        descriptors: The two files in memory that keep this rank's snapshots.
+        descriptors: The two files in memory that keep this rank's snapshots. With several hosts
+            two more follow, for copies of those of a rank of another host.
         num_alike: How often the failure before has come, at the same step.
     """
     snapshots = ",".join(map(str, descriptors))
@@ -200,7 +201,7 @@ def restarts_of(environ: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
     descriptors = [part for part in environ.get(SNAPSHOTS, "").split(",") if part]
     if not all(part.isdecimal() for part in descriptors):
         raise InitError(
-            f"The environment variable {SNAPSHOTS} is {environ[SNAPSHOTS]!r}, but two numbers are "
+            f"The environment variable {SNAPSHOTS} is {environ[SNAPSHOTS]!r}, but numbers are "
             "needed, as 'lockstep run --restarts' sets it. Unset it."
         )
     return _number_or_none(environ, name) or 0, tuple(map(int, descriptors))
