@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.faults.judge import outcome_of, to_next_step
 from tests.faults.kills import killed_at_random
 from tests.faults.plan import KINDS, PHASES, Fault, Run, draw, fail_at
-from tests.faults.trial import StepEnd
+from tests.faults.trial import StepEnd, Trial
 
 pytestmark = pytest.mark.forks
 
@@ -96,3 +99,17 @@ def test_the_next_step_is_one_that_no_rank_had_done() -> None:
     ends = [StepEnd(0, rank, step, float(seconds)) for rank, step, seconds in rows]
     assert to_next_step(ends, 2.5, 2) == 6.5
     assert to_next_step(ends, 3.5, 2) is None
+
+
+@pytest.mark.parametrize(("load", "is_too_long"), [(0.0, True), (1000.0, False)])
+def test_a_run_has_more_time_where_the_machine_has_much_to_do(
+    load: float, is_too_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("tests.faults.trial._LOOK_SECONDS", 0.05)
+    with Trial(PLAIN) as trial:
+        (trial.folder / "output").touch()
+        process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1)"])
+        seen = trial.end_of(process, 0.2)
+        assert seen.hung == is_too_long
+        assert ("no step had ended" in seen.output) == is_too_long

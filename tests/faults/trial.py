@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 MARK = "LOCKSTEP_FAULTS"
 _RESTARTS, _GRACE_SECONDS = 3, 5
 _SETTLE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
 _RESTART = re.compile(
     r"restart (\d+): rank (\d+) of \d+ failed in step (\d+) \((.*)\); "
     r"(?:all go on from step (\d+)|the program begins anew)"
@@ -97,23 +98,37 @@ class Trial:
             )
 
     def end_of(self, process: subprocess.Popen[bytes], seconds: float) -> Seen:
-        """Wait until the command has ended; end it by force if that takes longer."""
-        hung = False
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            hung = True
+        """Wait until the command has ended; end it by force if that takes longer.
+
+        The seconds are those of a machine with a core for each process that computes.
+        """
+        left, told = seconds, ""
+        while process.poll() is None and left > 0:
+            began = time.monotonic()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_SECONDS)
+            left -= (time.monotonic() - began) / crowding()
+        hung = process.poll() is None
+        if hung:
+            told = f"\n--- it was ended by force; {self._last_step()}"
             for each in self._processes():
                 with contextlib.suppress(psutil.Error):
                     each.send_signal(signal.SIGKILL)
             process.wait()
         ended = time.monotonic()
-        output = (self.folder / "output").read_text(errors="replace")
+        output = (self.folder / "output").read_text(errors="replace") + told
         found = [
             Restart(int(rank), int(step), reason, int(onwards) if onwards else None)
             for _, rank, step, reason, onwards in _RESTART.findall(output)
         ]
         return Seen(process.returncode, output, found, ended, hung)
+
+    def _last_step(self) -> str:
+        if not (ends := self.steps()):
+            return "no step had ended"
+        last = max(ends, key=lambda each: each.seconds)
+        ago = time.monotonic() - last.seconds
+        return f"the last step to end was {last.step} on rank {last.rank}, {ago:.1f} s before"
 
     def command(self, fault: Fault | None, seconds: float) -> Seen:
         """Start the command, and wait for its end."""
@@ -171,6 +186,11 @@ class StepEnd(NamedTuple):
     rank: int
     step: int
     seconds: float  # by time.monotonic()
+
+
+def crowding() -> float:
+    """How many processes compute on each core; 1 if it is less than one."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def shared_memory() -> set[str]:
