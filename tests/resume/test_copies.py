@@ -104,8 +104,7 @@ def test_a_copy_whose_bytes_have_changed_is_none() -> None:
             here = Rank(stack, rank, group, 1, 300)
             here.take(3)
             here.take(4)
-            slot = here.copies.slot_of(4)
-            assert slot is not None
+            slot, _ = here.copies.of_step(4)
             here.copies.view(slot)[700] ^= 4
             found = [step for step, _ in here.part.usable()]
             here.close()

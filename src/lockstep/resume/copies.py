@@ -91,7 +91,7 @@ class Copies:
         source = every[self._source]
         self._move(self._copies, step if lacks[self._source] else None, back=True)
         assert source.distance == self.distance
-        if self._own.slot_of(step) is None:
+        if step not in (header.step for header in self._own.headers().values()):
             raise CheckpointDamaged(f"The snapshot after step {step} didn't come from its copy.")
 
     def discard(self, every: Sequence[Has], *, but: Collection[int] = ()) -> None:
@@ -110,13 +110,13 @@ class Copies:
         target = self._own if back else self._copies
         if back:
             to, source = source, to
-        slot = None if step is None else memory.slot_of(step)
-        page, body = bytes(SnapshotMemory.PAGE_BYTES), torch.empty(0, dtype=torch.uint8)
-        if slot is not None:
-            page, header = memory.page(slot), memory.header(slot)
-            assert header is not None
+        slot, page = 0, bytes(SnapshotMemory.PAGE_BYTES)
+        body = torch.empty(0, dtype=torch.uint8)
+        if step is not None:
+            slot, header = memory.of_step(step)
+            page = memory.page(slot)
             body = torch.frombuffer(memory.view(slot)[: header.num_bytes], dtype=torch.uint8)
-        told = torch.frombuffer(bytearray([*page, slot or 0]), dtype=torch.uint8)
+        told = torch.frombuffer(bytearray([*page, slot]), dtype=torch.uint8)
         heard = torch.empty_like(told)
         send_and_receive(self._group, told, to, heard, source, _TAG)
         *its_page, its_slot = heard.tolist()
