@@ -91,8 +91,9 @@ def test_copies_are_different_hosts_for_torchs_init_process_group(
 ) -> None:
     script = bench.script(
         """
-        import torch, torch.distributed as dist
+        import os, torch, torch.distributed as dist
         from lockstep.comm import network, register_backends
+        os.environ["GLOO_SOCKET_IFNAME"] = "cable"  # as torch asks for: init() finds it itself
         network.this_kernel = lambda namespace: f"a kernel and its {namespace}"
         register_backends()
         dist.init_process_group("shm")
