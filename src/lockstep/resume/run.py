@@ -356,12 +356,20 @@ class Steps(Generic[T]):
         if self._snapshots is not None:
             self._complete_snapshot()
             self._copy()
-            is_torn = self._snapshots.is_torn
-            none = {"stops": False, "grows": False, "saves": False, "accumulates": False}
-            self._settle_last(self._pace.exchange(fails=self._fails, is_torn=is_torn, **none))
-            if self._snapshots is not None:
-                self._take_snapshot()
-                self._copy()
+        agreed = self._pace.exchange(
+            stops=bool(self._signals.name),
+            grows=False,
+            saves=False,
+            fails=self._fails,
+            is_torn=self._snapshots is not None and self._snapshots.is_torn,
+            accumulates=False,
+        )
+        self._settle_last(agreed)
+        if self._snapshots is not None:
+            self._take_snapshot()
+            self._copy()
+        if agreed.stops:  # what follows the loop is for the next start
+            self._stop(self._signals.name)
 
     def _settle_last(self, agreed: Agreed) -> None:
         """Do what the last snapshot needs, if there was something wrong with it on any rank."""
