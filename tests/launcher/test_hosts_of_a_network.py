@@ -69,6 +69,7 @@ def test_hosts_that_are_copies_are_different_hosts(
 ) -> None:
     """As virtual machines that go on from one snapshot: all that can be read of them is equal."""
     as_copy = """
+    import torch  # which loads lockstep's backends, and they what follows
     from lockstep.comm import network
     from lockstep.world import reach
     network.this_kernel = reach.this_kernel = lambda namespace: f"a kernel and its {namespace}"
