@@ -98,10 +98,14 @@ def test_a_store_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_MOST_BYTES", 8 << 20)
     found = endpoint._open_store(socket.create_server(("127.0.0.1", 0)))
     found.check()
-    for number in range(32):
-        found.store.set(f"rubbish {number}", "x" * (1 << 20))
+
+    def fill() -> None:  # beyond all that this process has freed
+        for number in range(1000):
+            found.store.set(f"rubbish {number}", "x" * (1 << 20))
+            found.check()
+
     with pytest.raises(LaunchError, match="has taken more than 8 MiB"):
-        found.check()
+        fill()
 
 
 def test_a_store_that_has_grown_too_large_ends_the_run(join: Join) -> None:

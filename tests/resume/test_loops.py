@@ -426,14 +426,14 @@ def test_a_run_goes_on_whose_model_has_a_part_that_is_parallel_over_some_ranks(
 def test_a_signal_in_the_last_step_stops_behind_it(tmp_path: Path) -> None:
     weight = torch.zeros(1)
 
-    def train() -> None:
+    def add_three() -> None:
         for step in lockstep.steps(3, tmp_path, weight=weight):
             weight.add_(1)
             if step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit, match="75"):
-        train()
+        add_three()
     again = lockstep.steps(3, tmp_path, weight=weight.zero_())
     assert [*again] == []
     assert weight.item() == 3

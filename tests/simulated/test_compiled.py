@@ -15,7 +15,7 @@ from tests.simulated.control import KIND, set_delay
 pytestmark = pytest.mark.forks
 
 
-def net() -> nn.Module:
+def small_net() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -56,7 +56,7 @@ def trained(world: lockstep.World, wrap: Callable) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         beside = compiled(nn.Linear(4, 4).to(world.device))
-        model = wrap(net(), world)
+        model = wrap(small_net(), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             x = torch.full((2, 4), 1.0 + world.rank, device=world.device)
@@ -68,7 +68,7 @@ def trained(world: lockstep.World, wrap: Callable) -> list[torch.Tensor]:
 
 
 def trained_by_one() -> list[torch.Tensor]:
-    model = net()
+    model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()

@@ -78,7 +78,7 @@ def join(stream: torch.Stream | None, *tensors: torch.Tensor) -> None:
             tensor.record_stream(current)
 
 
-def net(seed: int = 1) -> nn.Sequential:
+def small_net(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
     layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
     return nn.Sequential(*layers, nn.Linear(WIDTH, 3)).double()
@@ -99,7 +99,7 @@ def values(*models: nn.Module) -> list[torch.Tensor]:
 
 def prefetched(place: Place) -> list[torch.Tensor]:
     """The next batch is copied from pinned memory on a stream of its own, and its memory reused."""
-    model = place.make(net(), bucket_cap_mb=0.0005)
+    model = place.make(small_net(), bucket_cap_mb=0.0005)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     stream = place.stream()
 
@@ -127,7 +127,7 @@ class Towers(nn.Module):
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.first, self.second, self.third = net(1), net(2), net(3)
+        self.first, self.second, self.third = small_net(1), small_net(2), small_net(3)
         self.streams = place.stream(), place.stream()
 
     def forward(self, x: torch.Tensor, third: bool) -> torch.Tensor:
@@ -156,7 +156,7 @@ def towers(place: Place) -> list[torch.Tensor]:
 
 def scaled(place: Place) -> list[torch.Tensor]:
     """A scaler that meets infinity on one rank in one step, with clipping between."""
-    model = place.make(net())
+    model = place.make(small_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(place.device.type, init_scale=8.0, growth_interval=2)
     scales = []
@@ -177,7 +177,7 @@ def scaled(place: Place) -> list[torch.Tensor]:
 
 def recomputed(place: Place) -> list[torch.Tensor]:
     """Checkpoints of activations, reentrant and not, on a stream of the program's."""
-    model, stream = place.make(net(), bucket_cap_mb=0.0005), place.stream()
+    model, stream = place.make(small_net(), bucket_cap_mb=0.0005), place.stream()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, batch in enumerate(batches()):
         x = place.part(batch).to(place.device).requires_grad_()
@@ -193,7 +193,10 @@ def recomputed(place: Place) -> list[torch.Tensor]:
 
 def adversaries(place: Place) -> list[torch.Tensor]:
     """Two models in turns, of which one's loss goes through the other."""
-    maker, judge = place.make(net(1)), place.make(net(2)[:1].append(nn.Linear(WIDTH, 1).double()))
+    maker, judge = (
+        place.make(small_net(1)),
+        place.make(small_net(2)[:1].append(nn.Linear(WIDTH, 1).double())),
+    )
     widen = place.make(nn.Linear(3, WIDTH).double())
     makers = torch.optim.Adam([*maker.parameters(), *widen.parameters()], lr=0.01)
     judges = torch.optim.Adam(judge.parameters(), lr=0.01)
@@ -213,7 +216,7 @@ def adversaries(place: Place) -> list[torch.Tensor]:
 
 def averaged_aside(place: Place) -> list[torch.Tensor]:
     """A sharded step that overlaps with others, and a moving average on a side stream."""
-    model, stream = place.make(net()), place.stream()
+    model, stream = place.make(small_net()), place.stream()
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if not place.is_alone:
@@ -231,7 +234,7 @@ def averaged_aside(place: Place) -> list[torch.Tensor]:
 
 
 def micro_batches(place: Place) -> list[torch.Tensor]:
-    model = place.make(net(), bucket_cap_mb=0.0005)
+    model = place.make(small_net(), bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches():
         first, second = (half.to(place.device) for half in place.part(batch).tensor_split(2))
@@ -248,7 +251,7 @@ def micro_batches(place: Place) -> list[torch.Tensor]:
 
 def steps_in_backward(place: Place) -> list[torch.Tensor]:
     """An optimizer for each parameter, which steps when its gradient is there."""
-    model = place.make(net(), bucket_cap_mb=0.0005)
+    model = place.make(small_net(), bucket_cap_mb=0.0005)
     optimizers = {p: torch.optim.Adam([p], lr=0.01) for p in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -263,7 +266,7 @@ def steps_in_backward(place: Place) -> list[torch.Tensor]:
 
 
 def searched(place: Place) -> list[torch.Tensor]:
-    model = place.make(net())
+    model = place.make(small_net())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     for batch in batches(2):
         x = place.part(batch).to(place.device)
@@ -280,7 +283,7 @@ def searched(place: Place) -> list[torch.Tensor]:
 
 def normalised(place: Place) -> list[torch.Tensor]:
     """Batch norms over all ranks, with an evaluation after each step."""
-    model = net()
+    model = small_net()
     model.insert(1, nn.BatchNorm1d(WIDTH).double())
     if not place.is_alone:
         model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -301,7 +304,7 @@ def normalised(place: Place) -> list[torch.Tensor]:
 
 def thawed(place: Place) -> list[torch.Tensor]:
     """A part that is frozen at first, a new head, and a move to the CPU and back between."""
-    model = place.make(net(), bucket_cap_mb=0.0005)
+    model = place.make(small_net(), bucket_cap_mb=0.0005)
     model[0].requires_grad_(False)
     for number, batch in enumerate(batches(6)):
         if number == 2:
@@ -320,7 +323,7 @@ def thawed(place: Place) -> list[torch.Tensor]:
 
 def read_aside(place: Place) -> list[torch.Tensor]:
     """Gradients that a side stream reads behind backward, and the program keeps."""
-    model, stream, kept = place.make(net(), bucket_cap_mb=0.0005), place.stream(), []
+    model, stream, kept = place.make(small_net(), bucket_cap_mb=0.0005), place.stream(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches():
         place.mean(losses_of(model, place.part(batch).to(place.device))).backward()
@@ -336,7 +339,7 @@ def read_aside(place: Place) -> list[torch.Tensor]:
 
 def by_hand(place: Place) -> list[torch.Tensor]:
     """No parallel model: gradients are averaged between backward and step."""
-    model = net().to(place.device)
+    model = small_net().to(place.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches():
         x = place.part(batch).to(place.device)
@@ -353,7 +356,7 @@ def saved(place: Place) -> list[torch.Tensor]:
     kept = None
     for number, batch in enumerate(batches()):
         if number in (0, 2):
-            model = place.make(net(number + 1))
+            model = place.make(small_net(number + 1))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             if not place.is_alone:
                 lockstep.shard_optimizer(optimizer, overlap=True)
@@ -375,7 +378,7 @@ def saved(place: Place) -> list[torch.Tensor]:
 
 def looped(place: Place) -> list[torch.Tensor]:
     """A loop over steps(), which takes snapshots of what is on the device."""
-    model = place.make(net())
+    model = place.make(small_net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if place.is_alone:
         numbers: object = range(NUM_STEPS)
@@ -392,7 +395,7 @@ def looped(place: Place) -> list[torch.Tensor]:
 def half_on_the_cpu(place: Place) -> list[torch.Tensor]:
     """A model whose head stays on the CPU, beside streams of the program's."""
     model, stream = nn.Module(), place.stream()
-    model.body, model.head = net().to(place.device), nn.Linear(3, 2).double()
+    model.body, model.head = small_net().to(place.device), nn.Linear(3, 2).double()
     if not place.is_alone:
         model = lockstep.parallelize(model, bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -466,13 +469,13 @@ def replicated(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
 @pytest.mark.parametrize("devices", [[1, 0, "cpu"], ["cpu", 1]])
 def test_replicas_beside_the_cpu_are_clipped_and_averaged_as_in_one_process(devices: list) -> None:
     first = torch.device("cpu") if devices[0] == "cpu" else torch.device(KIND, devices[0])
-    found = replicated(lockstep.DataParallel(net().to(first), devices), first)
-    expected = replicated(net(), torch.device("cpu"))
+    found = replicated(lockstep.DataParallel(small_net().to(first), devices), first)
+    expected = replicated(small_net(), torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def refused(world: lockstep.World) -> list[str]:
-    model = lockstep.parallelize(net().to(world.device))
+    model = lockstep.parallelize(small_net().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
     for enter in (

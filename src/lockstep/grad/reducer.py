@@ -174,8 +174,7 @@ class Reducer:
         # Also if there is no memory for buckets. Gradients that came before are ``accumulated``.
         now = self._now = ReducerPass(table.sparse, Phase.COLLECTING)
         now.scale = 1 / mean_divisor(self.process_group) if scale is None else scale
-        for bucket in self._buckets:
-            bucket.open_pass(now.scale)
+        self._open_buckets()
         if self.last.order is not None and not self.is_rearranged:
             order = self.order.agreed(self.last.order)
             self.tables.agree()
@@ -192,6 +191,11 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.contents.now.copy_scale = bucket.contents.now.scale
 
+    def _open_buckets(self) -> None:
+        # In a function of its own, whose end lets go of the last one: _arrange() drops them.
+        for bucket in self._buckets:
+            bucket.open_pass(self._now.scale)
+
     def _arrange(self, order: Sequence[int]) -> None:
         """Make buckets for gradients that become ready in ``order``; if it raises, none."""
         # The old ones are dropped before: they are as large as all gradients, and memory is short.
@@ -205,8 +209,7 @@ class Reducer:
             self.table, assigned, group, kept, hook=hook, is_shared=self._is_kept
         )
         self._arranged_for = hook
-        for bucket in self._buckets:
-            bucket.open_pass(self._now.scale)
+        self._open_buckets()
         self._bucket_at = [bucket for bucket in self._buckets for _ in bucket.contents.parameters]
         self.chunk_ends = [p for bucket in self._buckets for p in bucket.contents.chunk_ends()]
 

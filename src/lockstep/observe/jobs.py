@@ -22,18 +22,18 @@ _BASELINE_STEPS = 30
 @contextmanager
 def _recording(
     folder: Path, steps: tuple[int, int] | None, operators: bool, rank: int
-) -> Iterator[None]:
+) -> Iterator[object]:
     from lockstep.observe.tracing import recording
 
     with recording(folder, rank, steps) as rank_trace:
         if not operators:
-            yield
+            yield rank_trace
             return
         from lockstep.observe.operators import recording_operators
 
         first = 0 if steps is None else steps[0]
         with recording_operators(first, lambda: rank_trace.step, rank_trace.put):
-            yield
+            yield rank_trace
 
 
 @contextmanager
