@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Generic, NamedTuple
 from lockstep.errors import TraceError
 from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns, in_order, is_among
 from lockstep.observe.records import Bucket, RankSpans, Span
-from lockstep.observe.replay import RankParts, Replay
+from lockstep.observe.replay import REMOVABLE, RankParts, Replay
 
 # What a rank does by itself; "other" is what no span tells.
 PHASES = (
@@ -244,12 +245,13 @@ def _parts(step: _Step, came: Sequence[int]) -> RankParts:
     waits = waits_among(step.spans)
     starts = array("q", (wait.start for wait in waits))
     stops = [step.start, *(wait.stop for wait in waits)]
-    own = [begin - end for begin, end in zip((*starts, step.stop), stops, strict=True)]
-    phases = [Counter[str]() for _ in own]
+    own = array("q", map(operator.sub, (*starts, step.stop), stops))
+    phases = {phase: array("q", bytes(8 * len(own))) for phase in REMOVABLE}
     for begin, end, name in intervals(step.start, outside_of_evaluations(step.spans), step.stop):
-        if name != "wait":
-            phases[bisect_right(starts, begin)][_PHASES_OF_SPANS.get(name, name)] += end - begin
-    after = [end - time for end, time in zip(stops[1:], came, strict=True)]
+        phase = _PHASES_OF_SPANS.get(name, name)
+        if name != "wait" and phase in phases:
+            phases[phase][bisect_right(starts, begin)] += end - begin
+    after = array("q", map(operator.sub, stops[1:], came))
     return RankParts(step.start, step.stop, own, phases, after)
 
 

@@ -6,8 +6,7 @@ is as late as the last rank that comes to it, and each rank leaves it as long af
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # What can be left out: phases, and the time in collectives after the last rank has come.
@@ -19,9 +18,9 @@ class RankParts(NamedTuple):
 
     start: int
     stop: int
-    own: list[int]  # the time before each meeting, and after the last one
-    phases: list[Counter[str]]  # where that goes
-    after: list[int]  # by meeting, from when the last rank came until this one goes on
+    own: Sequence[int]  # the time before each meeting, and after the last one
+    phases: Mapping[str, Sequence[int]]  # how much of that is removable
+    after: Sequence[int]  # by meeting, from when the last rank came until this one goes on
 
 
 class Replay:
@@ -60,7 +59,7 @@ def _replayed(ranks: Sequence[RankParts], begins: Sequence[int], what: str) -> l
             after = [rank.after[index - 1] for rank in ranks]
             now = [came + (min(0, each) if what == "transfer" else each) for each in after]
         now = [
-            time + rank.own[index] - rank.phases[index][what]
+            time + rank.own[index] - rank.phases[what][index]
             for time, rank in zip(now, ranks, strict=True)
         ]
     return now
