@@ -208,28 +208,18 @@ def _crafted(kind: str, number: int) -> bytes:
     }[kind]
 
 
-@pytest.mark.parametrize("number", [4_000, pytest.param(30_000, marks=pytest.mark.long)])
+FEW_NAMES = ["lists", "names of values", "loaders", "iterations", "wide columns"]
+MANY_SPANS = [
+    *("names", "steps", "buckets", "threads"),
+    *("spans of a step", "open spans", "buckets of a step"),
+]
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "number"),
     [
-        "lists",
-        "names of values",
-        "loaders",
-        "iterations",
-        "wide columns",
-        *(
-            pytest.param(kind, marks=pytest.mark.long)
-            for kind in (
-                "names",
-                "steps",
-                "buckets",
-                "names of a bucket",
-                "threads",
-                "spans of a step",
-                "open spans",
-                "buckets of a step",
-            )
-        ),
+        *((kind, 4_000) for kind in FEW_NAMES),
+        *(pytest.param(kind, 30_000, marks=pytest.mark.long) for kind in FEW_NAMES + MANY_SPANS),
     ],
 )
 def test_crafted_lines_take_no_more_memory_than_others(
