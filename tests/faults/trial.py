@@ -194,8 +194,9 @@ def crowding() -> float:
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm."""
-    return {*os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set()
+    """The names in /dev/shm, without semaphores: those of other programs' processes come and go."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
 
 
 def _is_nobodys(name: str) -> bool:
