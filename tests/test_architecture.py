@@ -82,7 +82,7 @@ SHELVES = {
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_345,
         "world": 2_849,
-        "grad": 3_502,
+        "grad": 3_504,
         "nn": 8_527,
         "launcher": 6_422,
         "train": BUDGET_OF_A_MODULE,

@@ -150,6 +150,14 @@ SHOWN = [
         "if False:",
     ),
     mutation(
+        "test_a_bucket_stays_where_it_is_if_nobody_holds_its_gradients",
+        "grad/reducer.py",
+        "        self._open_buckets()\n        if self.last.order",
+        "        for bucket in self._buckets:\n"
+        "            bucket.open_pass(now.scale)\n"
+        "        if self.last.order",
+    ),
+    mutation(
         "test_a_gradient_may_be_replaced_after_its_copy",
         "grad/contents.py",
         "if not all(map(operator.is_, gradients, memory.views)):",

@@ -192,7 +192,9 @@ class Reducer:
                 bucket.contents.now.copy_scale = bucket.contents.now.scale
 
     def _open_buckets(self) -> None:
-        # In a function of its own, whose end lets go of the last one: _arrange() drops them.
+        # In a function of its own, whose end lets go of the last one: _arrange() drops them, and
+        # there is memory for one of both. Shown by
+        # test_a_bucket_stays_where_it_is_if_nobody_holds_its_gradients.
         for bucket in self._buckets:
             bucket.open_pass(self._now.scale)
 
