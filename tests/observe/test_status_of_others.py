@@ -35,6 +35,12 @@ def shown(descriptor: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = attach.files_in_memory  # of all processes: tests beside this one have large ones
+
+    def of_this_process(name: str) -> list[tuple[int, str]]:
+        return [found for found in files(name) if found[0] == os.getpid()]
+
+    monkeypatch.setattr(attach, "files_in_memory", of_this_process)
     monkeypatch.setattr(attach, "_OBSERVED_SECONDS", 0.0)
     monkeypatch.setattr(attach, "_DUMP_SECONDS", 0.0)
 
