@@ -1,6 +1,6 @@
 """Builds the simulated accelerator with g++, against the torch that is there.
 
-The library lies in the cache of the user, under a hash of its source and of torch's version.
+The library lies in the cache of the user, under a hash of its source and of the torch it links.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def library(disguise: str) -> Path:
     if torch.version.cuda is not None or torch.version.hip is not None:
         raise CannotBuild(f"torch {torch.__version__} is built for real GPUs")
     compiler = shutil.which("g++")
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {disguise}".encode())
+    # It finds torch's own libraries where they lie now: another environment's may be gone.
+    key = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version} {disguise}".encode())
     for source in SOURCES:
         key.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
