@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import itertools
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import cloudpickle
 import pytest
@@ -92,10 +91,10 @@ SHELVES = {
         "tree": BUDGET_OF_A_MODULE,
         "generators": BUDGET_OF_A_MODULE,
         "same_bits": 1_554,
-        "data": 2_732,
-        "optim": 4_410,
+        "data": 2_733,
+        "optim": 4_412,
         "checkpoint": 2_881,
-        "resume": 2_326,
+        "resume": 2_332,
         "guarding": 1_273,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
@@ -103,7 +102,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_322,
+        "observe": 6_324,
         "check": 2_800,
         "bench": 800,
         "demo": 400,
@@ -114,6 +113,17 @@ SHELVES = {
 }
 MAX_LINES_OF_A_FILE = 500
 MOST_ATTRIBUTES = 20
+# Classes that have more, and are to be divided.
+MORE_ATTRIBUTES: dict[str, int] = {
+    "Agreement": 25,
+    "DataLoader": 23,
+    "FlatParameters": 22,
+    "Host": 21,
+    "Snapshots": 23,
+    "Steps": 25,
+    "Watch": 21,
+    "WatchedProgram": 22,
+}
 
 # Imports past the face of a package, which are to go: whoever mends one takes it off this list.
 STILL_OPEN: dict[str, str] = {}
@@ -216,31 +226,50 @@ def test_size_is_bounded() -> None:
     assert {p: n for p, n in packages.items() if n > budgets[p]} == {}
 
 
-def _attributes_of_classes(modules: Iterable[str]) -> dict[str, tuple[set[str], list[str]]]:
-    """Of each class, by name: what its methods set on ``self``, and its bases."""
-    found = {}
-    for node in itertools.chain(*(ast.walk(ast.parse(FILES[m].read_text())) for m in modules)):
-        if isinstance(node, ast.ClassDef):
-            inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
-            stored = [each for each in inside if isinstance(each.ctx, ast.Store)]
-            names = {each.attr for each in stored if getattr(each.value, "id", "") == "self"}
-            fields = (each for each in node.body if isinstance(each, ast.AnnAssign))
-            names |= {each.target.id for each in fields if isinstance(each.target, ast.Name)}
-            found[node.name] = names, [base.id for base in node.bases if isinstance(base, ast.Name)]
+class _Class(NamedTuple):
+    module: str
+    attributes: set[str]  # that its methods set on ``self``, or that it lists
+    bases: list[str]
+
+
+def _classes() -> dict[str, list[_Class]]:
+    """All classes, by name."""
+    found: dict[str, list[_Class]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                inside = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+                stored = [each for each in inside if isinstance(each.ctx, ast.Store)]
+                names = {each.attr for each in stored if getattr(each.value, "id", "") == "self"}
+                fields = (each for each in node.body if isinstance(each, ast.AnnAssign))
+                names |= {each.target.id for each in fields if isinstance(each.target, ast.Name)}
+                bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                found.setdefault(node.name, []).append(_Class(module, names, bases))
     return found
 
 
-def test_no_class_that_a_step_needs_has_more_state_than_one_can_hold_in_mind() -> None:
+def test_no_class_has_more_state_than_one_can_hold_in_mind() -> None:
     """In sections, with a comment each; of all its bases."""
-    core = [module for module in MODULES if package_of(module) in ("comm", "grad", "nn", "world")]
-    classes = _attributes_of_classes(core)
+    classes = _classes()
 
     def attributes_of(name: str) -> set[str]:
-        attributes, bases = classes.get(name, (set(), []))
-        return attributes.union(*map(attributes_of, bases))
+        found = classes.get(name, [])
+        bases = {base for each in found for base in each.bases} - {name}
+        return set().union(*(each.attributes for each in found), *map(attributes_of, bases))
 
     most = {name: len(attributes_of(name)) for name in classes}
-    assert {name: number for name, number in most.items() if number > MOST_ATTRIBUTES} == {}
+    assert {n: number for n, number in most.items() if number > MOST_ATTRIBUTES} == MORE_ATTRIBUTES
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """A word has one meaning, and a search finds one class."""
+    modules = {name: [each.module for each in found] for name, found in _classes().items()}
+    twice = {name: found for name, found in modules.items() if len(found) > 1}
+    # One for each library, which name theirs alike too.
+    assert twice.pop("LockstepStrategy") == [
+        *("lockstep.integrations.fabric", "lockstep.integrations.lightning")
+    ]
+    assert twice == {}
 
 
 def test_the_listing_of_the_source_has_packages_from_the_highest_layer_to_the_lowest() -> None:

@@ -56,7 +56,7 @@ def test_blocks_run(tmp_path: Path, name: str, start: list[str]) -> None:
 
 # What resume takes of checkpoint, and no program.
 CHECKPOINT_NAMES_OF_RESUME = {
-    *("Live", "Manifest", "OfRank", "Plan", "Ranks", "Snapshot", "background_of"),
+    *("LiveThings", "Manifest", "OfRank", "Ranks", "Snapshot", "SnapshotPlan", "background_of"),
     *("kind_of", "merged", "open_newest", "save_snapshots", "tensor_names", "unwrapped"),
 }
 

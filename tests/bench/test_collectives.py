@@ -15,7 +15,7 @@ import pytest
 from lockstep import cli
 from lockstep.bench import command
 from lockstep.bench.command import measure_with_mpi
-from lockstep.bench.measuring import Plan
+from lockstep.bench.measuring import Workload
 from lockstep.errors import SharedMemoryFull
 
 pytestmark = pytest.mark.forks
@@ -105,7 +105,7 @@ def test_sizes_without_room_are_skipped_with_the_reason(monkeypatch: pytest.Monk
     assert found["skipped"] == ["1 MiB on 2 ranks: there is no room"]
 
 
-PLAN = Plan(("all_reduce",), (1024,), 2)
+PLAN = Workload(("all_reduce",), (1024,), 2)
 
 
 def command_that(does: str, folder: Path) -> str:

@@ -22,10 +22,10 @@ from lockstep.bench.measuring import (
     OPERATIONS,
     Case,
     MeasuringRanks,
+    Quartiles,
     Report,
     SmallCall,
     Stage,
-    Summary,
     format_size,
     summarize,
     take_turns,
@@ -64,8 +64,8 @@ def test_operations_are_known_and_each_once() -> None:
 
 
 def test_summarize_gives_median_and_quartiles() -> None:
-    assert summarize([5.0]) == Summary(5.0, 5.0, 5.0)
-    assert summarize([1.0, 2.0, 3.0, 4.0, 100.0]) == Summary(3.0, 2.0, 4.0)
+    assert summarize([5.0]) == Quartiles(5.0, 5.0, 5.0)
+    assert summarize([1.0, 2.0, 3.0, 4.0, 100.0]) == Quartiles(3.0, 2.0, 4.0)
 
 
 def test_each_contender_is_the_first_of_a_round_in_turn() -> None:
@@ -80,7 +80,7 @@ def test_each_contender_is_the_first_of_a_round_in_turn() -> None:
 
 def test_ratio_is_formed_in_each_round_by_itself() -> None:
     case = Case("all_reduce", 2, 1024, {"gloo": [10.0, 40.0, 9.0], "shm": [1.0, 2.0, 3.0]})
-    assert case.ratio("gloo", "shm") == Summary(10.0, 6.5, 15.0)
+    assert case.ratio("gloo", "shm") == Quartiles(10.0, 6.5, 15.0)
     assert case.ratio("gloo", "mpi") is None
 
 
@@ -92,12 +92,12 @@ def test_bandwidth_counts_what_all_ranks_read_and_write() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (Summary(2.151e-5, 2e-5, 2.3e-5), "21.5 (20.0-23.0) us"),
-        (Summary(5e-4, 4.5e-4, 2e-3), "500 (450-2000) us"),
-        (Summary(1e-3, 9e-4, 2e-3), "1.00 (0.90-2.00) ms"),
+        (Quartiles(2.151e-5, 2e-5, 2.3e-5), "21.5 (20.0-23.0) us"),
+        (Quartiles(5e-4, 4.5e-4, 2e-3), "500 (450-2000) us"),
+        (Quartiles(1e-3, 9e-4, 2e-3), "1.00 (0.90-2.00) ms"),
     ],
 )
-def test_format_seconds_has_one_unit(seconds: Summary, text: str) -> None:
+def test_format_seconds_has_one_unit(seconds: Quartiles, text: str) -> None:
     assert format_seconds(seconds) == text
 
 

@@ -12,12 +12,20 @@ import torch
 
 import lockstep
 from lockstep.check.batches import Part, global_batch, hashes_of_rows, repeated
-from lockstep.check.causes import Evidence, known, suspects, verdict
-from lockstep.check.command import Finding, _of_division
+from lockstep.check.causes import Evidence, known, mistake, suspects
+from lockstep.check.command import CheckFinding, _of_division
 from lockstep.check.compare import Comparison, Parting, Runs, compare
-from lockstep.check.locate import Value, first_difference
-from lockstep.check.recorder import Division
-from lockstep.check.records import ALONE, ROUNDED, Backward, Batch, Records, Samples, Step
+from lockstep.check.locate import RowSums, first_difference
+from lockstep.check.recorder import DividedBackward
+from lockstep.check.records import (
+    ALONE,
+    ROUNDED,
+    Backward,
+    BatchRecord,
+    CollatedSamples,
+    Records,
+    Step,
+)
 from lockstep.check.trials import Suspect
 from lockstep.data import of_batch
 from lockstep.errors import LockstepError
@@ -133,13 +141,13 @@ def test_what_is_known_gives_reason_for_suspects(found: Evidence, expected: Susp
     assert expected in suspects(found)
     same = evidence(step(), step(), None if found.parting.rank else step())
     assert expected == Suspect.WORLD_SIZE or expected not in suspects(same)
-    assert verdict(expected, found).cause
+    assert mistake(expected, found).cause
 
 
 def test_gradients_that_are_not_averaged() -> None:
     for parallel, words in (([], "isn't parallel"), (["v"], "outside"), (["w"], "each rank's own")):
         found = evidence(step(parallel=parallel), step(2.0))
-        assert words in verdict(Suspect.AVERAGE, found).cause
+        assert words in mistake(Suspect.AVERAGE, found).cause
 
 
 @pytest.mark.parametrize(
@@ -157,8 +165,8 @@ def test_what_is_known_without_a_cause(found: Evidence, words: str) -> None:
     assert any(words in each for each in known(found))
 
 
-def batch_of(rows: list[int], *, content: str = "a", num_backwards: int = 0) -> Batch:
-    return Batch(rows, False, False, False, (), content, num_backwards)
+def batch_of(rows: list[int], *, content: str = "a", num_backwards: int = 0) -> BatchRecord:
+    return BatchRecord(rows, False, False, False, (), content, num_backwards)
 
 
 def part(samples: list[Any], collate: Any, *, draws: bool = False) -> Part:
@@ -166,7 +174,7 @@ def part(samples: list[Any], collate: Any, *, draws: bool = False) -> Part:
     batch = batch_of(hashes_of_rows(value), content=of_batch(value))
     written = io.BytesIO()
     torch.save(samples, written)
-    return Part(batch, value, Samples(written.getvalue(), draws))
+    return Part(batch, value, CollatedSamples(written.getvalue(), draws))
 
 
 def padded(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -184,7 +192,7 @@ def test_a_global_batch_is_made_of_samples() -> None:
 
 def test_parts_without_samples_are_left_out() -> None:
     full = Part(batch_of([1]), [torch.ones(1, 6), torch.ones(1)], None)
-    without = Batch([], False, True, False, (), "b", 0)
+    without = BatchRecord([], False, True, False, (), "b", 0)
     empty = Part(without, [torch.ones(0, 6), torch.ones(0)], None)
     x, y = global_batch(None, [full, empty])
     assert (x.shape, y.shape) == ((1, 6), (1,))
@@ -236,8 +244,8 @@ def test_samples_of_several_ranks_are_told(tmp_path: Path) -> None:
 
 
 def test_the_first_value_that_differs() -> None:
-    def values(*sums: float, size: int = 1) -> list[Value]:
-        return [Value(f"value {n}", (each, each), size) for n, each in enumerate(sums)]
+    def values(*sums: float, size: int = 1) -> list[RowSums]:
+        return [RowSums(f"value {n}", (each, each), size) for n, each in enumerate(sums)]
 
     alone = values(2.0, 4.0, size=2)
     assert first_difference([values(1.0, 2.0)] * 2, alone, 0) == (None, True)
@@ -262,11 +270,11 @@ def test_the_first_value_that_differs() -> None:
 def test_a_division_of_the_mean_is_seen(divide: Any, divisor: float) -> None:
     losses = torch.ones(3, requires_grad=True)
     loss = divide(lockstep.mean(losses))
-    with Division([loss]) as division:
+    with DividedBackward([loss]) as division:
         loss.backward()
     assert division.divisor == divisor
     loss = losses.mean() / 4
-    with Division([loss]) as division:
+    with DividedBackward([loss]) as division:
         loss.backward()
     assert division.divisor == 1
 
@@ -276,5 +284,5 @@ def test_a_division_by_the_number_of_micro_batches(tmp_path: Path, divisors: lis
     records = Records(str(tmp_path), "rank-0")
     backwards = [Backward(0.0, 4, 1, divisor) for divisor in divisors]
     records.save("step-1", step(backwards=backwards, accumulates=True))
-    found: Finding | None = _of_division([records])
+    found: CheckFinding | None = _of_division([records])
     assert (found is not None) == (divisors == [2.0, 2.0])

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import LaunchError
-from lockstep.launcher import Outcome, endpoint
+from lockstep.launcher import JobOutcome, endpoint
 from lockstep.launcher import agreement as module
 from lockstep.launcher.agreement import Agreement, decoded
 from tests.waiting import until
@@ -54,13 +54,13 @@ def go_on() -> list[int]:
     return []
 
 
-def settled(agreement: Agreement, outcome: Outcome) -> Callable[[], Outcome]:
+def settled(agreement: Agreement, outcome: JobOutcome) -> Callable[[], JobOutcome]:
     """Settle in a thread; return what waits for the answer."""
-    answers: list[Outcome] = []
+    answers: list[JobOutcome] = []
     thread = threading.Thread(target=lambda: answers.append(agreement.settle(outcome, go_on)))
     thread.start()
 
-    def answer() -> Outcome:
+    def answer() -> JobOutcome:
         thread.join()
         return answers[0]
 
@@ -87,7 +87,7 @@ def test_host_of_the_store_lets_others_read_the_failure_if_one_is_gone(
     agreement = join(store, 3)
     leaving = threading.Timer(1.5, store.add, ("left", 1))
     leaving.start()
-    failure = Outcome(1, message="failed", rank=0)
+    failure = JobOutcome(1, message="failed", rank=0)
     assert agreement.settle(failure, go_on) == failure
     assert store.add("left", 0) == 2
     leaving.join()
@@ -124,7 +124,7 @@ def test_a_store_that_has_grown_too_large_ends_the_run(join: Join) -> None:
     assert until(lambda: store.check(["failed"]))
     store.set("done/1", "")
     store.add("left", 1)
-    ended = Outcome(143, message="ended", at_seconds=time.monotonic())
+    ended = JobOutcome(143, message="ended", at_seconds=time.monotonic())
     assert agreement.settle(ended, go_on).message == "the store is too large"
     assert decoded(store.get("failure/0")).message == "the store is too large"
 
@@ -135,7 +135,7 @@ def test_a_launcher_that_was_ended_hides_no_rank_that_failed(join: Join) -> None
     tell(store, 1, 143, 20.0, False, None, "ended by SIGTERM.")
     tell(store, 2, 7, 10.0, False, 4, "rank 4 of 6 failed first: exit code 7.")
     store.add("left", 2)
-    outcome = join(store, 3).settle(Outcome(0), go_on)
+    outcome = join(store, 3).settle(JobOutcome(0), go_on)
     assert (outcome.rank, outcome.exit_status) == (4, 7)
 
 
@@ -147,7 +147,7 @@ def test_waiting_for_other_hosts_to_leave_can_be_interrupted(
     store = dist.HashStore()
     store.set("done/1", "")
     signals = iter([[], [signal.SIGINT], [], [signal.SIGINT]])
-    assert join(store, 2).settle(Outcome(0), lambda: next(signals, [])) == Outcome(0)
+    assert join(store, 2).settle(JobOutcome(0), lambda: next(signals, [])) == JobOutcome(0)
     assert time.monotonic() - began < 10.0
     assert store.check(["hurry"])
 
@@ -178,7 +178,7 @@ class SilentStore:
 def test_store_that_does_not_answer_is_not_waited_for(join: Join) -> None:
     began = time.monotonic()
     store: Any = SilentStore()
-    outcome = join(store, 2, number=1, patience=0.5).settle(Outcome(0), go_on)
+    outcome = join(store, 2, number=1, patience=0.5).settle(JobOutcome(0), go_on)
     store.ends.set()
     assert outcome.exit_status == 1
     assert outcome.message is not None
@@ -186,7 +186,7 @@ def test_store_that_does_not_answer_is_not_waited_for(join: Join) -> None:
     assert time.monotonic() - began < 30
 
 
-PEER_LOST = Outcome(1, message="rank 0 of 4 failed first", rank=0, lost_a_peer=True)
+PEER_LOST = JobOutcome(1, message="rank 0 of 4 failed first", rank=0, lost_a_peer=True)
 
 
 def test_host_that_fell_silent_is_to_blame_and_not_the_rank_that_lost_a_peer(join: Join) -> None:
@@ -196,7 +196,7 @@ def test_host_that_fell_silent_is_to_blame_and_not_the_rank_that_lost_a_peer(joi
 
 
 def test_rank_that_failed_before_its_host_fell_silent_is_to_blame(join: Join) -> None:
-    failure = Outcome(
+    failure = JobOutcome(
         3, message="rank 0 of 4 failed first", rank=0, at_seconds=time.monotonic() - 9
     )
     assert join(dist.HashStore(), 2).settle(failure, go_on) == failure
@@ -209,7 +209,7 @@ def test_ranks_end_once_nothing_was_heard_of_a_host_for_too_long(join: Join) -> 
 def test_interruption_of_one_host_is_passed_on_and_is_to_blame(join: Join) -> None:
     store = dist.HashStore()
     first, second = join(store, 2), join(store, 2, number=1)
-    interrupted = Outcome(130, message="ended by SIGINT.", at_seconds=time.monotonic())
+    interrupted = JobOutcome(130, message="ended by SIGINT.", at_seconds=time.monotonic())
     first.interrupt(2)
     assert os.read(second.notice, 1) == b"\2"
     answer = settled(second, PEER_LOST)
@@ -233,15 +233,15 @@ def test_ctrl_c_at_a_host_whose_ranks_are_done_is_one_of_all(join: Join, number:
     store = dist.HashStore()
     hosts = join(store, 2), join(store, 2, number=1)
     signals = iter([[], [signal.SIGINT]])
-    answers: list[Outcome] = []
+    answers: list[JobOutcome] = []
 
     def settle() -> None:
-        answers.append(hosts[number].settle(Outcome(0), lambda: next(signals, [])))
+        answers.append(hosts[number].settle(JobOutcome(0), lambda: next(signals, [])))
 
     thread = threading.Thread(target=settle)
     thread.start()
     assert os.read(hosts[1 - number].notice, 1) == bytes([signal.SIGINT])
-    others = hosts[1 - number].settle(Outcome(0), go_on)
+    others = hosts[1 - number].settle(JobOutcome(0), go_on)
     thread.join()
     assert [outcome.exit_status for outcome in (*answers, others)] == [130, 130]
 
@@ -275,8 +275,8 @@ def test_first_cause_is_found_though_clocks_differ(join: Join, behind_seconds: f
     clock = lambda: time.monotonic() - behind_seconds  # noqa: E731
     second = join(store, 2, number=1, clock=clock)
     assert until(lambda: second._offsets)
-    local = Outcome(3, message="rank 0", rank=0, at_seconds=time.monotonic())
-    others = Outcome(4, message="rank 1", rank=1, at_seconds=clock() - 2)
+    local = JobOutcome(3, message="rank 0", rank=0, at_seconds=time.monotonic())
+    others = JobOutcome(4, message="rank 1", rank=1, at_seconds=clock() - 2)
     answer = settled(second, others)
     assert first.settle(local, go_on).rank == 1
     assert answer().rank == 1
@@ -298,8 +298,8 @@ def test_launcher_whose_connection_has_ended_is_lost_soon_and_the_others_hear_of
     living._is_over.set()
     for host in hosts:
         assert os.read(host.notice, 1) == b"\0"
-    answer = settled(hosts[1], Outcome(0))
-    told = hosts[0].settle(Outcome(0), go_on).message
+    answer = settled(hosts[1], JobOutcome(0))
+    told = hosts[0].settle(JobOutcome(0), go_on).message
     assert told is not None
     assert told.startswith("host 1 (name-1) is lost: the connection of its launcher has ended")
     assert answer().message == told
@@ -307,9 +307,9 @@ def test_launcher_whose_connection_has_ended_is_lost_soon_and_the_others_hear_of
 
 
 def test_rank_that_ended_by_itself_is_to_blame_for_those_that_lost_it(join: Join) -> None:
-    suspect = Outcome(1, message="rank 2 of 4 failed first", rank=2, at_seconds=time.monotonic())
+    suspect = JobOutcome(1, message="rank 2 of 4 failed first", rank=2, at_seconds=time.monotonic())
     store = dist.HashStore()
     first, second = join(store, 2), join(store, 2, number=1)
-    answer = settled(second, Outcome(0, suspect=suspect))
+    answer = settled(second, JobOutcome(0, suspect=suspect))
     assert first.settle(PEER_LOST, go_on).rank == 2
     assert answer().rank == 2

@@ -9,7 +9,7 @@ import pytest
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, job_of
 from lockstep.launcher.attempts import Attempts
-from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Record, Verdict
+from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Reaction, Record
 from lockstep.launcher.zygote import Attempt, NoRoom
 from tests.launcher.bench import Bench, lines_of
 
@@ -77,14 +77,14 @@ def test_no_fewer_go_on_than_the_fewest(bench: Bench) -> None:
 def test_verdict_is_fewer_as_long_as_there_is_one_to_spare() -> None:
     record = Record(1, num_spare=1)
     incident = Incident("MemoryError", 7, None, is_of_start=False)
-    verdicts = [record.judge(incident) for _ in range(4)]
-    again = Verdict.RESTART
-    assert verdicts == [again, Verdict.FEWER, again, Verdict.SAME_FAILURE]
+    reactions = [record.judge(incident) for _ in range(4)]
+    again = Reaction.RESTART
+    assert reactions == [again, Reaction.FEWER, again, Reaction.SAME_FAILURE]
 
 
 def test_program_that_never_begins_does_not_go_on_with_fewer() -> None:
     start = Incident("ModuleNotFoundError", 0, None, is_of_start=True)
-    assert Record(1, num_spare=3).judge(start) is Verdict.NEVER_BEGAN
+    assert Record(1, num_spare=3).judge(start) is Reaction.NEVER_BEGAN
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import lockstep
 from lockstep.errors import BadLaunch, LaunchError, RankFailed
 from lockstep.launcher import START_AGAIN, Job, processes, zygote
-from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Record, Verdict
+from lockstep.launcher.restarts import DONT_START_AGAIN, Incident, Reaction, Record
 from lockstep.launcher.watch import Watch
 from tests.launcher.bench import Bench, lines_of
 from tests.waiting import until
@@ -296,29 +296,29 @@ def incident(step: int = 0, committed: int | None = None, reason: str = "SIGKILL
 def test_run_that_makes_progress_may_fail_for_ever() -> None:
     record = Record(1)
     for step in range(100):
-        assert record.judge(incident(10 * step + 3, 10 * step)) is Verdict.RESTART
-    assert record.judge(incident(995, 990)) is Verdict.NO_PROGRESS
+        assert record.judge(incident(10 * step + 3, 10 * step)) is Reaction.RESTART
+    assert record.judge(incident(995, 990)) is Reaction.NO_PROGRESS
 
 
 def test_failure_of_one_reason_at_one_step_is_blamed_whatever_else_happens() -> None:
     record = Record(2)
     text = "ValueError: tensor at 0x7f{} has {} elements"
     steps = [record.judge(incident(7, step, text.format(step, step))) for step in range(3)]
-    assert steps == [Verdict.RESTART, Verdict.RESTART, Verdict.SAME_FAILURE]
+    assert steps == [Reaction.RESTART, Reaction.RESTART, Reaction.SAME_FAILURE]
 
 
 def test_different_failures_without_progress_are_enough_at_some_time() -> None:
     record = Record(2)
-    verdicts = [record.judge(incident(step)) for step in range(3)]
-    assert verdicts == [Verdict.RESTART, Verdict.RESTART, Verdict.NO_PROGRESS]
+    reactions = [record.judge(incident(step)) for step in range(3)]
+    assert reactions == [Reaction.RESTART, Reaction.RESTART, Reaction.NO_PROGRESS]
 
 
 def test_only_a_first_attempt_can_never_begin() -> None:
     start = Incident("ModuleNotFoundError", 0, None, is_of_start=True)
-    assert Record(3).judge(start) is Verdict.NEVER_BEGAN
+    assert Record(3).judge(start) is Reaction.NEVER_BEGAN
     record = Record(3)
     record.judge(incident(3))
-    assert record.judge(start) is Verdict.RESTART
+    assert record.judge(start) is Reaction.RESTART
 
 
 FORKED = """

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from lockstep.entries import text_in
-from lockstep.launcher import Outcome
+from lockstep.launcher import JobOutcome
 from lockstep.launcher.agreement import decoded, told_interruption
-from lockstep.launcher.restarts import Decision, Verdict
+from lockstep.launcher.restarts import Decision, Reaction
 from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import read_crafted, read_mutated
 
 FAILURE = json.dumps([1, 12.5, False, 3, "ValueError: no", "no", False, None]).encode()
-DECISION = Decision(Verdict.RESTART, "restart 1: rank 0 of 2 failed").encoded().encode()
+DECISION = Decision(Reaction.RESTART, "restart 1: rank 0 of 2 failed").encoded().encode()
 INTERRUPTION = json.dumps([15, 12.5, 1]).encode()
 
 
@@ -35,7 +35,7 @@ class Store:
 
 def read_failure(entry: bytes) -> None:
     found = decoded(entry)
-    assert isinstance(found, Outcome)
+    assert isinstance(found, JobOutcome)
     assert isinstance(found.message, str)
 
 

@@ -39,7 +39,7 @@ MACHINE = Machine(
     host="here",
     address="10.0.0.1",
 )
-TRIAL = doctor.Trial(1.0, {"4 KiB": 40.0})
+TRIAL = doctor.TriedStart(1.0, {"4 KiB": 40.0})
 TWO_GPUS = [Gpu("H200", 140 * GIB, []), Gpu("H200", 140 * GIB, [])]
 
 

@@ -14,19 +14,19 @@ from lockstep.errors import TraceError
 from lockstep.observe.analysis import step_times
 from lockstep.observe.predict import (
     NETWORKS,
-    Network,
+    Links,
     Prediction,
     expected_maximum,
     exposed,
     parse_network,
     predict,
 )
-from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.records import BucketTimes, RankSpans, Span
 from lockstep.observe.timelines import Event, Kind, Timeline
 
 MB = 1_000_000
 # A message takes 1 ms, and 1 MB takes 1 ms more.
-NETWORK = Network(1e-3, 1e9)
+NETWORK = Links(1e-3, 1e9)
 LAYERS = (4 * MB, 20 * MB, 1 * MB, 8 * MB)  # in the order of the backward
 FORWARD, BACKWARD, OPTIMIZER = 0.010, 0.010, 0.005
 GAP = 1e-8  # between waits
@@ -87,8 +87,8 @@ def test_the_largest_of_some_draws() -> None:
 
 
 def test_networks_have_names_or_numbers() -> None:
-    assert parse_network("20,25") == Network(20e-6, 25e9 / 8)
-    assert parse_network("400GB-ib") == Network(2e-6, 50e9)
+    assert parse_network("20,25") == Links(20e-6, 25e9 / 8)
+    assert parse_network("400GB-ib") == Links(2e-6, 50e9)
     assert all(parse_network(name).in_background for name in NETWORKS)
     for text in ("", "10", "1,2,3", "a,b", "-1,5", "1,0", "nan,1", "1,inf", "20gbe"):
         with pytest.raises(TraceError, match=r"--network .* isn't known: .*25gbe"):
@@ -97,7 +97,7 @@ def test_networks_have_names_or_numbers() -> None:
 
 def trace_of(
     num_ranks: int,
-    network: Network = NETWORK,
+    network: Links = NETWORK,
     sizes: Sequence[int] = LAYERS,
     slowness: Callable[[int, int], float] = lambda rank, step: 1.0,
     num_steps: int = 40,
@@ -107,7 +107,7 @@ def trace_of(
     A layer's forward and backward take ``slowness(rank, step)`` times as long as FORWARD, BACKWARD.
     """
     spans: list[list[Span]] = [[] for _ in range(num_ranks)]
-    buckets: list[list[Bucket]] = [[] for _ in range(num_ranks)]
+    buckets: list[list[BucketTimes]] = [[] for _ in range(num_ranks)]
     now = [0.0] * num_ranks
     for step in range(num_steps):
         launches = []
@@ -126,7 +126,7 @@ def trace_of(
                 stop = max(at[rank], free)
                 spans[rank].append(span("wait", at[rank], stop, step, "all_reduce", size))
                 times = (round(1e9 * each) for each in (launched, launched, stop))
-                buckets[rank].append(Bucket(*times, step, number))
+                buckets[rank].append(BucketTimes(*times, step, number))
                 at[rank] = stop + GAP
         for rank, end in enumerate(at):
             spans[rank].append(span("backward", now[rank], end, step))
@@ -155,10 +155,10 @@ def measured(ranks: list[RankSpans]) -> float:
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize(
     "network",
-    [NETWORK, Network(1e-4, 1e10), Network(5e-3, 1e10), Network(1e-4, 5e8)],
+    [NETWORK, Links(1e-4, 1e10), Links(5e-3, 1e10), Links(1e-4, 5e8)],
     ids=["both", "fast", "latency", "bandwidth"],
 )
-def test_equal_ranks_are_predicted(network: Network, is_given: bool) -> None:
+def test_equal_ranks_are_predicted(network: Links, is_given: bool) -> None:
     found, rows = predicted(trace_of(2, network), *([network] if is_given else []))
     assert [*rows] == [2**power for power in range(1, 11)]
     for num_ranks in (2, 4, 8, 64):
@@ -203,7 +203,7 @@ def test_a_step_that_is_long_for_all_ranks_makes_nobody_wait() -> None:
 
 
 def test_the_same_global_batch_shrinks_on_each_rank() -> None:
-    _, rows = predicted(trace_of(2, Network(0.0, math.inf)), Network(0.0, math.inf), 8)
+    _, rows = predicted(trace_of(2, Links(0.0, math.inf)), Links(0.0, math.inf), 8)
     computing = 4 * (FORWARD + BACKWARD)
     assert rows[2].same_batch_seconds == pytest.approx(computing + OPTIMIZER)
     assert rows[8].same_batch_seconds == pytest.approx(computing / 4 + OPTIMIZER)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.records import BucketTimes, RankSpans, Span
 
 MS = 1_000_000
 
@@ -86,7 +86,7 @@ def rank_of(rank: int, comes: list[int], leaves: list[int], *, data: int = 1) ->
         ]
         now = stop + 1
     times = enumerate(zip(comes, leaves, strict=True))
-    buckets = [Bucket((c - 1) * MS, (c - 1) * MS, s * MS, step, 0) for step, (c, s) in times]
+    buckets = [BucketTimes((c - 1) * MS, (c - 1) * MS, s * MS, step, 0) for step, (c, s) in times]
     return RankSpans(rank, {"host": "h"}, spans, buckets, [], {0: {"bytes": 100}})
 
 

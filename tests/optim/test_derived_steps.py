@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.optim.known import known_base
-from lockstep.optim.probe import Outcome, Verdict, probe
+from lockstep.optim.probe import Treatment, Verdict, probe
 from tests.counts import pairs
 from tests.nn.models import Digits
 from tests.optim.programs import check_same_bits, losses, take_steps
@@ -248,7 +248,7 @@ def test_what_is_noted_of_all_parameters_is_a_reason_to_leave_it_undivided() -> 
     assert Replaced.seen == []
     reason = "group['seen'] would differ between the ranks"
     assert probe(Counting(parameters)).reason == reason
-    assert probe(WithState(parameters)).outcome is Outcome.DIVIDE
+    assert probe(WithState(parameters)).treatment is Treatment.DIVIDE
 
 
 @pytest.mark.filterwarnings("ignore:.* can't be divided")
@@ -276,7 +276,7 @@ class Noisy(Clamped):
 
 def test_a_derived_class_that_draws_random_numbers_is_left_undivided() -> None:
     verdict = probe(Noisy(Digits().parameters(), lr=0.1), in_parts=False)
-    assert verdict == Verdict(Outcome.UNDIVIDED, "it draws random numbers", may_draw=True)
+    assert verdict == Verdict(Treatment.UNDIVIDED, "it draws random numbers", may_draw=True)
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])

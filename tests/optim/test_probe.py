@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.optim.probe import Outcome, probe
+from lockstep.optim.probe import Treatment, probe
 from tests.nn.models import Digits, Unused
 from tests.optim.optimizers import KINDS, Plain, ScheduleFree
 from tests.optim.programs import take_steps
@@ -175,7 +175,7 @@ def of_digits(kind: Callable[[Any], Optimizer]) -> Optimizer:
 @pytest.mark.parametrize("kind", [*KINDS, ScheduleFree])
 def test_what_updates_each_parameter_by_itself_may_be_divided(kind: Any) -> None:
     verdict = probe(of_digits(kind))
-    assert (verdict.outcome, verdict.reason) == (Outcome.DIVIDE, "")
+    assert (verdict.treatment, verdict.reason) == (Treatment.DIVIDE, "")
 
 
 @pytest.mark.parametrize("kind", UNDIVIDED)
@@ -212,10 +212,10 @@ def test_parts_of_ranks_that_lack_groups_are_tried() -> None:
     biases = [p for p in model.parameters() if p.dim() == 1]
     optimizer = Leading([{"params": biases}, {"params": weights}])
     for groups_by_rank in [], [{0, 1}, {0}]:
-        assert probe(optimizer, groups_by_rank).outcome is Outcome.DIVIDE
+        assert probe(optimizer, groups_by_rank).treatment is Treatment.DIVIDE
     for groups_by_rank in [{0, 1}, {1}], [{0, 1}, {1}, set()]:
         assert "it raises IndexError" in probe(optimizer, groups_by_rank).reason
-    assert probe(Stacking([model.fc2.bias]), [{0}]).outcome is Outcome.DIVIDE
+    assert probe(Stacking([model.fc2.bias]), [{0}]).treatment is Treatment.DIVIDE
     assert "it raises RuntimeError" in probe(Stacking([model.fc2.bias]), [{0}, set()]).reason
 
 
@@ -260,12 +260,12 @@ def test_what_draws_in_some_steps_or_dtypes_alone_is_known_to_draw() -> None:
 
 
 def test_what_no_rank_could_repeat_is_refused() -> None:
-    assert probe(of_digits(Unforeseeable)).outcome is Outcome.REFUSE
+    assert probe(of_digits(Unforeseeable)).treatment is Treatment.REFUSE
 
 
 def test_what_differentiates_gradients_is_refused_with_advice() -> None:
-    outcome, reason, *_ = probe(of_digits(Curved))
-    assert outcome is Outcome.REFUSE
+    treatment, reason, *_ = probe(of_digits(Curved))
+    assert treatment is Treatment.REFUSE
     assert "it differentiates gradients" in reason
     assert "So train with it in one process" in reason
 
@@ -274,7 +274,7 @@ def test_a_learning_rate_of_a_warm_up_is_no_reason() -> None:
     optimizer = of_digits(Plain)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
     assert optimizer.param_groups[0]["lr"] == 0
-    assert probe(optimizer).outcome is Outcome.DIVIDE
+    assert probe(optimizer).treatment is Treatment.DIVIDE
 
 
 @pytest.mark.parametrize("kind", [Estimating, Noisy, ByItself, ScheduleFree])

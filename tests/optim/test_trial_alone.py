@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import all_gather as gather_everywhere
 
 import lockstep
-from lockstep.optim.probe import Outcome, probe
+from lockstep.optim.probe import Treatment, probe
 from tests.nn.models import Digits
 from tests.optim.optimizers import Plain
 
@@ -89,7 +89,7 @@ def of_an_empty_cell() -> type[Plain]:
 
 @pytest.mark.parametrize("kind", [Cyclic, of_an_empty_cell()])
 def test_what_cannot_be_compared_is_no_reason(kind: Any) -> None:
-    assert probe(kind(Digits().parameters())).outcome is Outcome.DIVIDE
+    assert probe(kind(Digits().parameters())).treatment is Treatment.DIVIDE
 
 
 def test_what_the_program_has_noted_stays() -> None:
@@ -106,7 +106,7 @@ def test_an_error_of_a_trial_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("lockstep.optim.probe._Trial.run", fails)
     found = probe(Plain(Digits().parameters()))
-    assert found.outcome is Outcome.UNDIVIDED
+    assert found.treatment is Treatment.UNDIVIDED
     assert found.reason == "it can't be tried (RecursionError: too deep)"
 
 
@@ -128,4 +128,4 @@ class OfHelped(Helped):
 
 
 def test_helpers_of_a_base_class_are_not_called_alone() -> None:
-    assert probe(OfHelped(Digits().parameters())).outcome is Outcome.DIVIDE
+    assert probe(OfHelped(Digits().parameters())).treatment is Treatment.DIVIDE

@@ -31,10 +31,10 @@ from lockstep.bench.measuring import (
     UNITS,
     Case,
     MeasuringRanks,
-    Plan,
+    Quartiles,
     Report,
     SmallCall,
-    Summary,
+    Workload,
     format_size,
     measure,
     report_progress,
@@ -91,7 +91,7 @@ def collectives(
     counts = tuple(dict.fromkeys(map(check_num_ranks, ranks or ["2", "4"])))
     if 1 in counts:
         raise BadLaunch("--ranks is 1, but it takes 2 or more to have something to send.")
-    plan = Plan(
+    plan = Workload(
         check_operations(operations or ["all_reduce"]),
         parse_sizes(sizes, counts),
         whole_number(rounds, "The number of rounds", "15 is enough on a quiet machine."),
@@ -114,7 +114,7 @@ def collectives(
     print_report(report, Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
 
 
-def _measure(report: Report, plan: Plan, count: int, mpiexec: str) -> None:
+def _measure(report: Report, plan: Workload, count: int, mpiexec: str) -> None:
     """Add to ``report`` what ``count`` ranks measure."""
     reasons = {size: reason_to_skip(size, count) for size in plan.num_bytes}
     skipped = {size: reason for size, reason in reasons.items() if reason}
@@ -249,7 +249,7 @@ def _cells(case: Case) -> dict[str, str]:
     return cells
 
 
-def format_seconds(seconds: Summary) -> str:
+def format_seconds(seconds: Quartiles) -> str:
     """A median and its quartiles, in one unit that suits the median."""
     unit, factor = ("us", 1e6) if seconds.median < 1e-3 else ("ms", 1e3)
     values = [value * factor for value in seconds]
@@ -268,7 +268,7 @@ def small_call_lines(call: SmallCall) -> list[str]:
     return lines
 
 
-def measure_with_mpi(plan: Plan, num_ranks: int, mpiexec: str) -> Report:
+def measure_with_mpi(plan: Workload, num_ranks: int, mpiexec: str) -> Report:
     """Measure the all-reduces of ``plan``; if that fails, the report has the reason."""
 
     def skipped(reason: str) -> Report:

@@ -59,7 +59,7 @@ _ARRIVAL_BYTES = 64  # about those of the message by which a rank says that it h
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What one set of ranks measures."""
 
     operations: tuple[str, ...]
@@ -67,7 +67,7 @@ class Plan:
     rounds: int  # the number of turns of each contender
 
 
-class Summary(NamedTuple):
+class Quartiles(NamedTuple):
     """The median and the quartiles of several values."""
 
     median: float
@@ -75,12 +75,12 @@ class Summary(NamedTuple):
     high: float
 
 
-def summarize(values: Sequence[float]) -> Summary:
+def summarize(values: Sequence[float]) -> Quartiles:
     """Return the median and the quartiles; of a single value, that value."""
     if len(values) == 1:
-        return Summary(values[0], values[0], values[0])
+        return Quartiles(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Summary(median, low, high)
+    return Quartiles(median, low, high)
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Case:
     num_bytes: int
     seconds: dict[str, list[float]]  # by contender, per call in each round
 
-    def ratio(self, slow: str, fast: str) -> Summary | None:
+    def ratio(self, slow: str, fast: str) -> Quartiles | None:
         """Summarize ``slow / fast`` of each round; None unless both were measured."""
         if slow not in self.seconds or fast not in self.seconds:
             return None
         pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
         return summarize([a / b for a, b in pairs])
 
-    def ratios(self) -> dict[str, Summary]:
+    def ratios(self) -> dict[str, Quartiles]:
         """All ratios of which both times were measured, by name."""
         ratios = {f"{slow} / {fast}": self.ratio(slow, fast) for slow, fast in _RATIOS}
         return {name: ratio for name, ratio in ratios.items() if ratio}
@@ -175,7 +175,7 @@ class MeasuringRanks(NamedTuple):
     slowest: Callable[[list[float]], list[float]]
 
 
-def measure(world: World, plan: Plan) -> Report:
+def measure(world: World, plan: Workload) -> Report:
     """Measure ``plan`` on every rank of ``world``, which must all call it; all return the same."""
     register_backends()
     gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend=SHM)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.check.records import Batch, Records, Samples
+from lockstep.check.records import BatchRecord, CollatedSamples, Records
 from lockstep.comm import bytes_of
 from lockstep.errors import LockstepError
 from lockstep.torch_private import tree_leaves
@@ -39,9 +39,9 @@ def hashes_of_rows(value: object) -> list[int]:
 class Part(NamedTuple):
     """What a rank had of a global batch."""
 
-    batch: Batch
+    batch: BatchRecord
     value: Any
-    samples: Samples | None  # of which it was made, if that is known
+    samples: CollatedSamples | None  # of which it was made, if that is known
 
 
 def global_batch(collate: Callable[[Any], Any] | None, parts: Sequence[Part]) -> Any:
@@ -166,5 +166,5 @@ def repeated(ranks: Sequence[Records]) -> Repeated | None:
     return None
 
 
-def _rows(batches: Sequence[Batch]) -> list[int]:
+def _rows(batches: Sequence[BatchRecord]) -> list[int]:
     return [row for batch in batches for row in batch.rows]

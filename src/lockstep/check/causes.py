@@ -42,7 +42,7 @@ class Evidence(NamedTuple):
         return self.parting.rank or 0
 
 
-class Verdict(NamedTuple):
+class Mistake(NamedTuple):
     """A cause, and what to do."""
 
     cause: str
@@ -79,7 +79,7 @@ def _may_be(suspect: Suspect, evidence: Evidence) -> bool:
     return suspect in evidence.sites
 
 
-def verdict(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) -> Verdict:
+def mistake(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) -> Mistake:
     """What is to be said of a cause that a trial has shown."""
     sites = evidence.sites.get(suspect, ())
     lines = ", ".join(sites[:_SITES]) + (", ..." if len(sites) > _SITES else "")
@@ -92,57 +92,57 @@ def verdict(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) 
     match suspect:
         case Suspect.OPTIONS if evidence.parting.rank is None:
             told = _other_options(evidence.ranks[0].options, evidence.alone.options)
-            return Verdict(
+            return Mistake(
                 f"the optimizer's options depend on the number of ranks: {told} on {num_ranks} "
                 "ranks and on one.",
                 "Where the global batch is the same, so are learning rate and other options.",
             )
         case Suspect.OPTIONS:
             told = _other_options(evidence.ranks[0].options, evidence.ranks[rank].options)
-            return Verdict(
+            return Mistake(
                 f"the optimizer's options differ: {told} on rank 0 and rank {rank}.",
                 "Give every rank the same; let a scheduler that looks at a metric have "
                 "lockstep.reduce(metric).",
             )
         case Suspect.START:
-            return Verdict(
+            return Mistake(
                 "the ranks' models start from different parameters.",
                 "Call lockstep.parallelize(model), which lets all start from rank 0's, before the "
                 "optimizer is made; or seed every rank alike before the model is made.",
             )
         case Suspect.CHANGES if evidence.parting.number == 1:
-            return Verdict(
+            return Mistake(
                 f"{name!r} was changed after the optimizer was made and before its first step, on "
                 "one rank in another way: an initialisation from a rank's own samples, say.",
                 "Compute initial values from what all ranks have in common, such as "
                 "lockstep.reduce(value).",
             )
         case Suspect.CHANGES:
-            return Verdict(
+            return Mistake(
                 f"{name!r} was changed between two steps, on one rank in another way.",
                 "Change parameters on every rank alike.",
             )
         case Suspect.SYNC:
-            return Verdict(
+            return Mistake(
                 "a collective is forgotten: gradients of backwards under no_sync() aren't reduced "
                 f"when they are used: {lines}.",
                 "Step, clip and log gradients only after a backward outside of no_sync().",
             )
         case Suspect.KEPT:
-            return Verdict(
+            return Mistake(
                 "gradients are kept: before the first backward of a step there are some of earlier "
                 "backwards.",
                 "Call optimizer.zero_grad() on every rank after each step.",
             )
         case Suspect.CLIP:
-            return Verdict(
+            return Mistake(
                 f"clipping: {lines} clips on the ranks what it doesn't in one process: gradients "
                 "of a rank's own samples before they are averaged, or by another limit.",
                 "Clip once, after the last backward of the step, which averages gradients.",
             )
         case Suspect.SEEDS:
             told = f"the ranks' seeds differ ({lines})" if lines else "nothing is seeded"
-            return Verdict(
+            return Mistake(
                 f"{told}, and ranks draw different random numbers outside of loaders.",
                 "Seed every rank alike, or draw such numbers on rank 0 and lockstep.broadcast() "
                 "them.",
@@ -150,51 +150,51 @@ def verdict(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) 
         case Suspect.AVERAGE:
             return _not_averaged(name, evidence.ranks[0])
         case Suspect.BATCH_NORM:
-            return Verdict(
+            return Mistake(
                 f"BatchNorm normalises by the statistics of each rank's own samples: {lines}.",
                 "Convert the model by lockstep.SyncBatchNorm.convert_sync_batchnorm(model).",
             )
         case Suspect.MEANS if len({*_numbers_of_rows(evidence)}) > 1:
-            return Verdict(
+            return Mistake(
                 f"a mean of means: {lines} takes the mean over each rank's own samples, and the "
                 f"ranks, which have {numbers}, count alike.",
                 'Take loss = lockstep.mean(F.cross_entropy(y, target, reduction="none")).',
             )
         case Suspect.ROWS:
-            return Verdict(
+            return Mistake(
                 "a mean of means: each rank divides its loss by the number of its own samples, and "
                 f"the ranks, which have {numbers}, count alike.",
                 "Take the loss as lockstep.mean(losses), of the single samples' losses.",
             )
         case Suspect.MEANS | Suspect.STATISTICS:
-            return Verdict(
+            return Mistake(
                 f"what {lines} gives depends on the other samples of the batch: on a rank's own, "
                 "and in one process on all.",
                 "Compute it of all ranks' samples, by lockstep.reduce() or lockstep.mean(); or of "
                 "each sample by itself.",
             )
         case Suspect.SUMS:
-            return Verdict(
+            return Mistake(
                 f"{lines} adds up each rank's own samples, and in one process all of them.{times}",
                 "Take the loss as lockstep.mean(losses), of the single samples' losses.",
             )
         case Suspect.DRAWS:
             same = ", and all ranks draw the same ones" if drawn_alike else ""
-            return Verdict(
+            return Mistake(
                 f"random numbers are drawn in training, by {lines or 'random or NumPy'}: others "
                 f"for a sample than in one process{same}.",
                 "Draw them in the dataset, where lockstep.DataLoader seeds each sample; or give "
                 "each rank a seed of its own, by lockstep.seed().",
             )
         case Suspect.PERMUTATIONS:
-            return Verdict(
+            return Mistake(
                 f"{lines} permutes the samples of each rank's own part, so that a sample meets "
                 "those of its rank alone.",
                 "Let the dataset give each sample its partner; or, if that is meant so, leave the "
                 "permutation out for the check alone.",
             )
         case Suspect.WORLD_SIZE:
-            return Verdict(
+            return Mistake(
                 "the program computes with the number of ranks: one process that is told of "
                 f"{num_ranks} does the same.{times}",
                 "Leave world_size out of losses, gradients and options: where the global batch is "
@@ -202,19 +202,19 @@ def verdict(suspect: Suspect, evidence: Evidence, *, drawn_alike: bool = False) 
             )
 
 
-def _not_averaged(name: str, step: Step) -> Verdict:
+def _not_averaged(name: str, step: Step) -> Mistake:
     if not step.parallel:
-        return Verdict(
+        return Mistake(
             "a collective is forgotten: no gradient is averaged, as the model isn't parallel.",
             "Call model = lockstep.parallelize(model) before training.",
         )
     if name not in step.parallel:
-        return Verdict(
+        return Mistake(
             f"a collective is forgotten: {name!r} is outside of the parallel model, so that its "
             "gradient isn't averaged.",
             "Give the whole model to lockstep.parallelize().",
         )
-    return Verdict(
+    return Mistake(
         f"the gradient of {name!r} is each rank's own in the step: it wasn't averaged, or was "
         "changed after that, on one rank in another way.",
         "Step only after a backward that reduces gradients, and change them on every rank alike.",

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from lockstep.check.batches import OUR_LOADER, is_divided_by_program, repeated
-from lockstep.check.causes import Verdict
+from lockstep.check.causes import Mistake
 from lockstep.check.compare import Comparison, Runs, compare, other_start
 from lockstep.check.investigate import Cause, cause_of
-from lockstep.check.recorder import Recorder
-from lockstep.check.records import ALONE, ROUNDED, End, Plan, Records, of_rank
+from lockstep.check.recorder import WatchedProgram
+from lockstep.check.records import ALONE, ROUNDED, CheckPlan, End, Records, of_rank
 from lockstep.check.trials import Suspect
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Job, job_of, supervise, whole_number
 
 
-class Finding(NamedTuple):
+class CheckFinding(NamedTuple):
     """Something to tell: what is wrong, why and what to do, as far as that is known."""
 
     where: str
-    verdicts: list[Verdict]
+    mistakes: list[Mistake]
     known: list[str] = []  # noqa: RUF012
     tried: str = ""
 
@@ -53,7 +53,7 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
         )
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        plan = Plan(folder, num_steps, float64, job.num_ranks)
+        plan = CheckPlan(folder, num_steps, float64, job.num_ranks)
         ranks = [plan.records(of_rank(rank)) for rank in range(job.num_ranks)]
         console.print(f"[bold]check:[/bold] {num_steps} steps on {job.num_ranks} ranks")
         begin = time.monotonic()
@@ -81,8 +81,8 @@ def check(steps: str, *, float64: bool = False, **options: Any) -> int:
     return 1 if findings else 0
 
 
-def _run(job: Job, plan: Plan, console: Console) -> int:
-    outcome = supervise(job._replace(around=partial(Recorder, plan)))
+def _run(job: Job, plan: CheckPlan, console: Console) -> int:
+    outcome = supervise(job._replace(around=partial(WatchedProgram, plan)))
     if outcome.exit_status:
         console.print(outcome.message or "The run failed.", markup=False)
         if plan.run is not None:
@@ -95,13 +95,13 @@ def _run(job: Job, plan: Plan, console: Console) -> int:
 
 
 def _findings(
-    runs: Runs, plan: Plan, ends: list[End], job: Job, console: Console
-) -> tuple[Comparison, list[Finding], list[str]]:
+    runs: Runs, plan: CheckPlan, ends: list[End], job: Job, console: Console
+) -> tuple[Comparison, list[CheckFinding], list[str]]:
     """What is compared, what is to be told, and what is only to be noted."""
 
-    def run(plan: Plan) -> bool:
+    def run(plan: CheckPlan) -> bool:
         num_ranks = plan.num_ranks if plan.run is None else 1
-        trial = job._replace(num_ranks=num_ranks, around=partial(Recorder, plan), live=False)
+        trial = job._replace(num_ranks=num_ranks, around=partial(WatchedProgram, plan), live=False)
         return not supervise(trial).exit_status
 
     findings, notes = [], []
@@ -116,12 +116,12 @@ def _findings(
                 runs = _runs(plan, joins=runs.joins)
                 comparison = compare(runs)
                 notes.append(
-                    f"{cause.verdicts[0].cause} They are no difference: both were given the same"
+                    f"{cause.mistakes[0].cause} They are no difference: both were given the same"
                 )
                 if comparison.parting is not None:
                     cause = cause_of(comparison, plan, runs, run)
         if comparison.parting is not None:
-            if not cause.verdicts:
+            if not cause.mistakes:
                 _check_batches_of_program(runs, comparison.parting.number)
             findings.append(_of_difference(comparison, cause))
     if name := comparison.not_finite:
@@ -145,13 +145,13 @@ def _check_batches_of_program(runs: Runs, number: int) -> None:
     )
 
 
-def _runs(plan: Plan, *, joins: bool) -> Runs:
+def _runs(plan: CheckPlan, *, joins: bool) -> Runs:
     ranks = [plan.records(of_rank(rank), plan.trial) for rank in range(plan.num_ranks)]
     alone = plan.records(ALONE, plan.trial)
     return Runs(ranks, alone, alone, plan.records(ROUNDED, plan.trial), joins)
 
 
-def _of_difference(comparison: Comparison, cause: Cause) -> Finding:
+def _of_difference(comparison: Comparison, cause: Cause) -> CheckFinding:
     parting = comparison.parting
     assert parting is not None
     others = "one process" if parting.rank is None else f"rank {parting.rank}"
@@ -161,15 +161,15 @@ def _of_difference(comparison: Comparison, cause: Cause) -> Finding:
         f"{who} and {others} part {when} step {parting.number}, in {parting.name!r}: by "
         f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
     )
-    return Finding(where, cause.verdicts, cause.known, ", ".join(cause.tried))
+    return CheckFinding(where, cause.mistakes, cause.known, ", ".join(cause.tried))
 
 
-def _not_finite(name: str, number: int) -> Finding:
-    return Finding(
+def _not_finite(name: str, number: int) -> CheckFinding:
+    return CheckFinding(
         f"After step {number}, {name!r} isn't finite on the ranks and in one process, so that "
         "later steps can't be compared.",
         [
-            Verdict(
+            Mistake(
                 "the training diverges by itself, in one process too.",
                 "See which value is the first that isn't finite: torch.autograd.detect_anomaly(), "
                 "a smaller learning rate, --float64.",
@@ -178,15 +178,15 @@ def _not_finite(name: str, number: int) -> Finding:
     )
 
 
-def _of_all_steps(comparison: Comparison, runs: Runs, ends: list[End]) -> list[Finding | None]:
+def _of_all_steps(comparison: Comparison, runs: Runs, ends: list[End]) -> list[CheckFinding | None]:
     """What all steps together show, also where they are alike."""
     again = repeated(runs.ranks)
-    of_samples = again and Finding(again.where, [Verdict(again.cause, again.remedy)])
+    of_samples = again and CheckFinding(again.where, [Mistake(again.cause, again.remedy)])
     if comparison.are_same:
-        of_samples = Finding(
+        of_samples = CheckFinding(
             "All ranks train on the same samples, so that each does the work of all.",
             [
-                Verdict(
+                Mistake(
                     "the loader's sampler, or the program, doesn't divide the samples among the "
                     "ranks.",
                     f"Use {OUR_LOADER}.",
@@ -197,15 +197,15 @@ def _of_all_steps(comparison: Comparison, runs: Runs, ends: list[End]) -> list[F
     return [of_samples, *further, _of_evaluation(ends)]
 
 
-def _of_numbers(runs: Runs, ends: list[End]) -> Finding | None:
+def _of_numbers(runs: Runs, ends: list[End]) -> CheckFinding | None:
     numbers = [end.num_steps for end in ends]
     if len({*numbers}) == 1 or runs.joins:
         return None
     told = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(numbers))
-    return Finding(
+    return CheckFinding(
         f"The ranks take different numbers of steps ({told}).",
         [
-            Verdict(
+            Mistake(
                 "a rank leaves out steps, or has fewer batches than others.",
                 f"Let every rank take each step; {OUR_LOADER}, gives all ranks equally many "
                 "batches.",
@@ -214,14 +214,14 @@ def _of_numbers(runs: Runs, ends: list[End]) -> Finding | None:
     )
 
 
-def _of_start(runs: Runs) -> Finding | None:
+def _of_start(runs: Runs) -> CheckFinding | None:
     """Whether one process, which went on from the ranks' values, would have begun with others."""
     if not (name := other_start(runs)):
         return None
-    return Finding(
+    return CheckFinding(
         f"The models start from other values on the ranks than in one process, in {name!r}.",
         [
-            Verdict(
+            Mistake(
                 "initial values depend on a rank's own samples, or on the number of ranks.",
                 "Compute them from what all ranks have in common, such as lockstep.reduce(value).",
             )
@@ -229,13 +229,13 @@ def _of_start(runs: Runs) -> Finding | None:
     )
 
 
-def _of_evaluation(ends: list[End]) -> Finding | None:
+def _of_evaluation(ends: list[End]) -> CheckFinding | None:
     if not (name := next((end.not_evaluating for end in ends if end.not_evaluating), "")):
         return None
-    return Finding(
+    return CheckFinding(
         "The model is evaluated with its weights of training, on the ranks and in one process.",
         [
-            Verdict(
+            Mistake(
                 f"{name} has other weights for evaluations, and its eval() isn't called before.",
                 "Call optimizer.eval() before an evaluation or a save, and optimizer.train() after "
                 "it.",
@@ -244,18 +244,18 @@ def _of_evaluation(ends: list[End]) -> Finding | None:
     )
 
 
-def _of_division(ranks: Sequence[Records]) -> Finding | None:
+def _of_division(ranks: Sequence[Records]) -> CheckFinding | None:
     """Whether a mean over all micro-batches is divided by their number."""
     number = 1
     while (step := ranks[0].step(number)) is not None:
         micro_batches = len(step.backwards)
         are_divided = all(back.divisor == micro_batches for back in step.backwards)
         if step.accumulates and micro_batches > 1 and are_divided:
-            return Finding(
+            return CheckFinding(
                 f"The gradients of step {number} are {micro_batches} times too small, on the "
                 "ranks and in one process.",
                 [
-                    Verdict(
+                    Mistake(
                         f"each loss is divided by {micro_batches}, the number of micro-batches "
                         "in the step. Under lockstep.accumulate() that is done already: "
                         "gradients are those of the mean over all of them.",
@@ -270,7 +270,7 @@ def _of_division(ranks: Sequence[Records]) -> Finding | None:
 def _tell(
     console: Console,
     comparison: Comparison,
-    findings: list[Finding],
+    findings: list[CheckFinding],
     notes: list[str],
     ends: list[End],
     num_steps: int,
@@ -283,14 +283,14 @@ def _tell(
         console.print(f"[bold]check:[/bold] the program took {fewest} steps.")
     for found in findings:
         console.print(found.where, style="red", markup=False)
-        for each in found.verdicts:
+        for each in found.mistakes:
             console.print(f"Likely cause: {each.cause}", markup=False)
             console.print(f"What to do: {each.remedy}", markup=False)
-        if not found.verdicts:
+        if not found.mistakes:
             console.print("The cause isn't known.")
         for fact in found.known:
             console.print(f"Known: {fact}", markup=False)
-        if found.tried and not found.verdicts:
+        if found.tried and not found.mistakes:
             console.print(f"Switched off, one by one and together, without success: {found.tried}.")
     if comparison.num_steps and comparison.parting is None and comparison.not_finite is None:
         console.print(

@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.check.causes import Evidence, Verdict, known, suspects, verdict
+from lockstep.check.causes import Evidence, Mistake, known, mistake, suspects
 from lockstep.check.compare import Comparison, Parting, Runs, compare, gradients_differ
 from lockstep.check.locate import first_difference
-from lockstep.check.records import ALONE, Plan, Records, Step, of_rank
+from lockstep.check.records import ALONE, CheckPlan, Records, Step, of_rank
 from lockstep.check.trials import ALONE_ONLY, BOTH, Suspect
 
 # Runs the program as a plan says, and returns whether it came to its end.
-Run = Callable[[Plan], bool]
+Run = Callable[[CheckPlan], bool]
 
 
 class Cause(NamedTuple):
     """What has been found out about a difference."""
 
-    verdicts: list[Verdict]  # one, or several that are the cause together; none if it isn't known
+    mistakes: list[Mistake]  # one, or several that are the cause together; none if it isn't known
     known: list[str]  # what is known, if the cause isn't
     tried: list[Suspect]  # what isn't the cause by itself
     is_noise: bool = False  # whether ranks only draw random numbers of their own
 
 
-def cause_of(comparison: Comparison, plan: Plan, runs: Runs, run: Run) -> Cause:
+def cause_of(comparison: Comparison, plan: CheckPlan, runs: Runs, run: Run) -> Cause:
     """Find the cause of the difference in ``comparison``; the suspects of ``plan`` stay off."""
     assert comparison.parting is not None
     return _Investigation(comparison.parting, plan, runs, run).cause()
 
 
 class _Investigation:
-    def __init__(self, parting: Parting, plan: Plan, runs: Runs, run: Run) -> None:
+    def __init__(self, parting: Parting, plan: CheckPlan, runs: Runs, run: Run) -> None:
         # An evaluation is over once the next step is taken.
         num_steps = parting.number + parting.in_evaluation
         self._parting, self._runs, self._run = parting, runs, run
@@ -55,8 +55,8 @@ class _Investigation:
     def _found(self, guilty: Sequence[Suspect], evidence: Evidence) -> Cause:
         drawn = {records.load("drawn") for records in self._ranks_of_last_trial}
         alike = len(drawn) == 1 and drawn != {0}
-        verdicts = [verdict(each, evidence, drawn_alike=alike) for each in guilty]
-        return Cause(verdicts, [], [], is_noise=[*guilty] == [Suspect.DRAWS] and not alike)
+        mistakes = [mistake(each, evidence, drawn_alike=alike) for each in guilty]
+        return Cause(mistakes, [], [], is_noise=[*guilty] == [Suspect.DRAWS] and not alike)
 
     def _look(self) -> tuple[Evidence, list[str]]:
         """Run both once more, and note what modules are given and which functions are called."""
@@ -136,11 +136,11 @@ class _Investigation:
             return False
         return not gradients_differ(runs, number).counts
 
-    def _new_plan(self) -> Plan:
+    def _new_plan(self) -> CheckPlan:
         self._count += 1
         return self._plan._replace(trial=f"{self._plan.trial or 'trial'}-{self._count}")
 
-    def _records(self, plan: Plan) -> list[Records]:
+    def _records(self, plan: CheckPlan) -> list[Records]:
         return [plan.records(of_rank(rank), plan.trial) for rank in range(plan.num_ranks)]
 
 

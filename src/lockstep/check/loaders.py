@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import lockstep.data
 from lockstep.check.batches import Part, global_batch, hashes_of_rows, is_empty
-from lockstep.check.records import Batch, Plan, Records, Samples, of_rank
+from lockstep.check.records import BatchRecord, CheckPlan, CollatedSamples, Records, of_rank
 from lockstep.check.switches import Switches
 from lockstep.data import of_batch
 from lockstep.generators import global_generators
@@ -46,7 +46,7 @@ class Keeping:
             draws = before != global_generators().read()
         name = of_batch(batch)
         if name and written is not None:
-            self._records.save(f"samples-{name}", Samples(written, draws))
+            self._records.save(f"samples-{name}", CollatedSamples(written, draws))
         return batch
 
 
@@ -74,7 +74,7 @@ class Loaders:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CheckPlan,
         records: Records,
         switches: Switches,
         after_batch: Callable[[], None],
@@ -155,7 +155,7 @@ class Loaders:
             if is_kept:
                 kept = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
                 self._records.save(f"value-{name}-{number}", kept)
-                batch = Batch(
+                batch = BatchRecord(
                     rows=rows,
                     pads=_pads(loader),
                     is_empty=is_empty(value),

@@ -13,7 +13,7 @@ from lockstep.check.models import Models
 from lockstep.torch_private import tree_leaves
 
 
-class Value(NamedTuple):
+class RowSums(NamedTuple):
     """What a module was given or gave, as sums over its rows."""
 
     name: str  # such as "what '0' (Linear) is given"
@@ -48,7 +48,7 @@ class Trace:
         sums = (float(flat.sin().sum()), float((3 * flat + 1).sin().sum()))
         self._calls.append((weakref.ref(module), words, sums, flat.numel()))
 
-    def take(self) -> list[Value]:
+    def take(self) -> list[RowSums]:
         """The values of the step that ends."""
         names = {
             id(part): f"{path or root!r} ({type(part).__name__})"
@@ -59,13 +59,13 @@ class Trace:
         for ref, words, sums, size in self._calls:
             module = ref()
             name = names.get(id(module), type(module).__name__)
-            found.append(Value(words.format(name), sums, size))
+            found.append(RowSums(words.format(name), sums, size))
         self._calls = []
         return found
 
 
 def first_difference(
-    ranks: Sequence[list[Value]], alone: list[Value], eps: float
+    ranks: Sequence[list[RowSums]], alone: list[RowSums], eps: float
 ) -> tuple[str | None, bool]:
     """The first value that differs, and whether the values could be compared."""
     if not alone or any(len(each) != len(alone) for each in ranks):

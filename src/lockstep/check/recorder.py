@@ -32,7 +32,7 @@ from lockstep.check.batches import hashes_of_rows
 from lockstep.check.loaders import Finished, Loaders
 from lockstep.check.locate import Trace
 from lockstep.check.models import Models
-from lockstep.check.records import ROUNDED, Backward, End, Plan, Step, of_rank
+from lockstep.check.records import ROUNDED, Backward, CheckPlan, End, Step, of_rank
 from lockstep.check.switches import Switches, rounded
 from lockstep.check.trials import Suspect, Trial, options_of
 from lockstep.comm import bytes_of
@@ -45,10 +45,10 @@ NO_SAVES = "lockstep.save() writes nothing during a check"
 _HASHES = 1 << 56
 
 
-class Recorder:
+class WatchedProgram:
     """A context for the program of the rank ``rank``, which is watched as ``plan`` says."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: CheckPlan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
         self._records = plan.records(plan.run or of_rank(rank), plan.trial)
@@ -268,7 +268,7 @@ class Recorder:
         self._loaders.num_backwards += 1
         trained = self._all_trained() if self._plan.suspects else {}
         tensors = self._trial.before_backward(tensors, known.num_rows, trained)
-        with Division(losses) as division:
+        with DividedBackward(losses) as division:
             original(tensors, *args, **options)
         if self._backwards:  # no optimizer has stepped in the backward
             self._backwards[-1] = self._backwards[-1]._replace(divisor=division.divisor)
@@ -335,7 +335,7 @@ class Recorder:
         return [name for name, is_one in zip(parameters, are, strict=True) if is_one]
 
 
-class Division:
+class DividedBackward:
     """A context for a backward; ``divisor`` is what the result of lockstep.mean() is divided by."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:

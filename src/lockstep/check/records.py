@@ -33,7 +33,7 @@ def of_rank(rank: int) -> str:
     return f"rank-{rank}"
 
 
-class Plan(NamedTuple):
+class CheckPlan(NamedTuple):
     """What is to be watched of a run, and what is to be changed in it."""
 
     folder: str
@@ -80,7 +80,7 @@ class Step:
 
 
 @dataclass
-class Batch:
+class BatchRecord:
     """What is known of a batch that a loader gave, whose value has a file of its own."""
 
     rows: list[int]  # the hash of each sample
@@ -93,7 +93,7 @@ class Batch:
 
 
 @dataclass
-class Samples:
+class CollatedSamples:
     """What a loader's ``collate_fn`` made a batch of."""
 
     written: bytes  # by torch.save(), before it could change them
@@ -149,9 +149,9 @@ class Records:
         found: dict[str, torch.Tensor] | None = self.load(f"evaluation-{number}")
         return found
 
-    def passes(self) -> dict[str, list[Batch]]:
+    def passes(self) -> dict[str, list[BatchRecord]]:
         """The batches of each pass over a loader."""
-        found: dict[str, list[Batch]] = {}
+        found: dict[str, list[BatchRecord]] = {}
         paths = self._folder.glob("batch-*-*-*")
         for path in sorted(paths, key=lambda path: [*map(int, path.name.split("-")[1:])]):
             if (batch := self.load(path.name)) is not None:
@@ -170,7 +170,7 @@ class Exchange:
     Each value has a key, and those of one key are told apart by their number.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: CheckPlan, rank: int) -> None:
         self._ranks = [plan.records(of_rank(n), plan.trial) for n in range(plan.num_ranks)]
         self._local = self._ranks[rank]
         # Before the whole trial has failed: there is an error that says where.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import lockstep.nn
 import lockstep.optim
 from lockstep.check import together
-from lockstep.check.records import Exchange, Plan, of_rank
+from lockstep.check.records import CheckPlan, Exchange, of_rank
 from lockstep.check.switches import Switches
 from lockstep.check.together import Together, line_of_program
 from lockstep.generators import global_generators
@@ -60,7 +60,7 @@ class Trial:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CheckPlan,
         rank: int,
         switches: Switches,
         is_active: Callable[[], bool],

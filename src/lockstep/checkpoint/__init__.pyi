@@ -7,9 +7,9 @@ from .ranks import Ranks as Ranks
 from .saving import background_of as background_of
 from .saving import save as save
 from .sharded_state import ShardedState as ShardedState
-from .snapshot import Live as Live
-from .snapshot import Plan as Plan
+from .snapshot import LiveThings as LiveThings
 from .snapshot import Snapshot as Snapshot
+from .snapshot import SnapshotPlan as SnapshotPlan
 from .snapshot import merged as merged
 from .things import OfRank as OfRank
 from .things import kind_of as kind_of

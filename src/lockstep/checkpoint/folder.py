@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.json_text import Elements, Members, Value, value_at
+from lockstep.checkpoint.json_text import Elements, Members, TextRange, value_at
 from lockstep.comm import bytes_of
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from lockstep.folders import Folder
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 class _Pieces:
     """Pieces that are in a manifest; each is made when it is its turn."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: TextRange) -> None:
         self._value = value
 
     def __iter__(self) -> Iterator[StoredPiece]:
@@ -98,7 +98,7 @@ class _Pieces:
 class _Entries(Mapping[str, Entry]):
     """The tensors that a manifest lists; an entry is made when it is asked for."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: TextRange) -> None:
         self._members = Members(value)
 
     def __getitem__(self, key: str) -> Entry:
@@ -110,7 +110,7 @@ class _Entries(Mapping[str, Entry]):
         shape, order = (tuple(map(int, each.split(b","))) if each else () for each in numbers)
         pieces = text.rindex(b"]", start, text.rindex(b"]", start, stop))
         return Entry(
-            Header(dtype.decode(), shape, order), _Pieces(Value(text, found.end(), pieces))
+            Header(dtype.decode(), shape, order), _Pieces(TextRange(text, found.end(), pieces))
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -191,13 +191,13 @@ class Manifest:
         names = map(repr, itertools.islice(self.facts["things"], 20))
         return excerpt(", ".join(names)) or "nothing"
 
-    def thing(self, name: str) -> tuple[str, Value]:
+    def thing(self, name: str) -> tuple[str, TextRange]:
         """Return of which kind a thing is, and where its value is in the manifest."""
         text, start, stop = self.facts["things"].value(name)
         found = _THING.match(text, start, stop)
         if found is None or (kind := found[1].decode()) not in _KINDS:
             raise ValueError(f"{name[:100]!r} has no kind and value")
-        return kind, Value(text, found.end(), stop - 1)
+        return kind, TextRange(text, found.end(), stop - 1)
 
     def parse(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)``, in which any error means that the manifest is damaged."""
@@ -373,7 +373,7 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def _sizes(value: Value, num_files: int) -> array[int]:
+def _sizes(value: TextRange, num_files: int) -> array[int]:
     """Return the sizes of the ranks' files, of which there are ``num_files`` at most."""
     if _SIZES.fullmatch(*value) is None:
         raise ValueError("the sizes of files aren't numbers")

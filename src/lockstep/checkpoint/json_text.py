@@ -22,7 +22,7 @@ _NESTED = re.compile(_STRING + rb'|[\[\]{}"]', re.DOTALL)
 _PLAIN = re.compile(rb"[^\s,\[\]{}\":]++")
 
 
-class Value(NamedTuple):
+class TextRange(NamedTuple):
     """The place of a value in a text."""
 
     text: bytearray
@@ -39,16 +39,16 @@ class Value(NamedTuple):
         return json.loads(self.text[self.start : self.stop])
 
 
-def value_at(text: bytearray, start: int) -> Value:
+def value_at(text: bytearray, start: int) -> TextRange:
     """Find the end of the value that begins at ``start``, or behind spaces there."""
     start = _after_space(text, start)
     first = text[start : start + 1]
     if first and first in b"[{":
-        return Value(text, start, _end_of_nested(text, start))
+        return TextRange(text, start, _end_of_nested(text, start))
     found = (_NAME if first == b'"' else _PLAIN).match(text, start)
     if found is None:
         raise ValueError(f"there is no value at byte {start}")
-    return Value(text, start, found.end())
+    return TextRange(text, start, found.end())
 
 
 def _end_of_nested(text: bytearray, start: int) -> int:
@@ -66,7 +66,7 @@ def _end_of_nested(text: bytearray, start: int) -> int:
     raise ValueError(f"what begins at byte {start} has no end")
 
 
-def _members(object_: Value) -> Iterator[tuple[int, int]]:
+def _members(object_: TextRange) -> Iterator[tuple[int, int]]:
     """Yield where an object's members begin, which is their name, and end."""
     text, at = object_.text, _inside(object_, b"{", b"}")
     while at:
@@ -91,7 +91,7 @@ def _value_of(text: bytearray, at: int) -> int:
     return _after_space(text, colon + 1)
 
 
-def _inside(value: Value, left: bytes, right: bytes) -> int:
+def _inside(value: TextRange, left: bytes, right: bytes) -> int:
     """Return where the first member is, 0 if there is none."""
     text, start, stop = value
     if text[start : start + 1] != left or text[stop - 1 : stop] != right:
@@ -119,7 +119,7 @@ def _after_space(text: bytearray, at: int) -> int:
 class Elements(Sequence[Any]):
     """The elements of an array, of which there may be ``most``."""
 
-    def __init__(self, value: Value, most: int) -> None:
+    def __init__(self, value: TextRange, most: int) -> None:
         self._text = value.text
         self._starts = _places(value.text)
         at = _inside(value, b"[", b"]")
@@ -140,7 +140,7 @@ class Elements(Sequence[Any]):
 class Members(Mapping[str, Any]):
     """The members of an object, whose names differ."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: TextRange) -> None:
         self._text = value.text
         self._last = (-1, "")  # the index and the name that was made last
         self._starts, self._stops = _places(value.text), _places(value.text)
@@ -175,13 +175,13 @@ class Members(Mapping[str, Any]):
             self._last = index, name
         return self._last[1]
 
-    def value(self, name: str) -> Value:
+    def value(self, name: str) -> TextRange:
         """Return the place of a member's value."""
         index = self._find(name)[1]
         if index is None:
             raise KeyError(name)
         start = _value_of(self._text, self._starts[index])
-        return Value(self._text, start, self._stops[index])
+        return TextRange(self._text, start, self._stops[index])
 
     def __getitem__(self, name: str) -> Any:
         return self.value(name).read()

@@ -32,7 +32,7 @@ class Placed(NamedTuple):
     elements: torch.Tensor
 
 
-class Plan:
+class SnapshotPlan:
     """Where the tensors of things are, and where they go: made once, and used for many snapshots.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
         self.late_bytes = sum(each.elements.nbytes for each in self.late)
 
 
-class Live:
+class LiveThings:
     """The things whose tensors stay where they are, so that one plan of them is used again.
 
     Args:
@@ -77,7 +77,7 @@ class Live:
     def __init__(self, things: Mapping[str, Any]) -> None:
         self._things = things
         self.names = [name for name, thing in things.items() if _stays(thing)]
-        self.plan: Plan | None = None
+        self.plan: SnapshotPlan | None = None
         self._key: list[Any] = []
         self._modules: list[nn.Module] = []
 
@@ -94,7 +94,7 @@ class Live:
                 found[name] = Collector().encode(groups, f"{name}.param_groups")
         return found
 
-    def update(self) -> Plan:
+    def update(self) -> SnapshotPlan:
         """Return the plan, a new one if a tensor has another place than before."""
         if self.plan is None or self._key != self._key_now():
             self._modules = [
@@ -103,7 +103,7 @@ class Live:
                 if isinstance(thing := unwrapped(self._things[name]), nn.Module)
                 for part in thing.modules()
             ]
-            self.plan = Plan({name: self._things[name] for name in self.names})
+            self.plan = SnapshotPlan({name: self._things[name] for name in self.names})
             # After it, as a sharded optimizer may be divided anew there.
             self._key = self._key_now()
             self._leave_out_copies()
@@ -201,7 +201,7 @@ class Snapshot(Manifest):
     """A snapshot in memory, read as a checkpoint is.
 
     Args:
-        layout: What is where: that of a :class:`Plan`, or of several.
+        layout: What is where: that of a :class:`SnapshotPlan`, or of several.
         memory: The bytes of the tensors.
 
     Attributes:

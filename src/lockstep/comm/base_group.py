@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.comm.carriers import connect
 from lockstep.comm.collectives import Collectives
 from lockstep.comm.dynamo import uncompiled
-from lockstep.comm.transport import Membership, Signature
+from lockstep.comm.transport import ConnectedRanks, Signature
 from lockstep.comm.work import WorkQueue
 from lockstep.deadline import Deadline
 from lockstep.errors import BackendUnavailable
@@ -31,7 +31,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        transport: Membership,
+        transport: ConnectedRanks,
         backend: str,
         timeout: timedelta,
         store: dist.Store | None = None,
@@ -179,6 +179,6 @@ os.register_at_fork(after_in_child=_renew_in_child)
 
 
 @uncompiled
-def _release(queue: WorkQueue, transport: Membership) -> None:
+def _release(queue: WorkQueue, transport: ConnectedRanks) -> None:
     queue.let_go()
     transport.leave()

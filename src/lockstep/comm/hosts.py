@@ -31,7 +31,7 @@ from lockstep.comm.transport import (
     FAILURES,
     FINGERPRINT_BYTES,
     WORDS_BYTES,
-    Membership,
+    ConnectedRanks,
     Signature,
     encoded,
 )
@@ -58,7 +58,7 @@ _FAULT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
 
-class HostsTransport(Membership):
+class HostsTransport(ConnectedRanks):
     """Ranks of several hosts; those of one host reach each other's memory.
 
     ``hosts`` are the ranks of each host; the other arguments are those of :class:`ShmTransport`.

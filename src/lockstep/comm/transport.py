@@ -104,7 +104,7 @@ def encoded(signature: Signature) -> tuple[bytes, bytes]:
 _Arrive = Callable[[Signature, Any, Deadline, dict[int, object]], Sequence[Address]]
 
 
-class Membership(ABC):
+class ConnectedRanks(ABC):
     """The connected ranks of a group, seen from one of them.
 
     Attributes:
@@ -158,7 +158,7 @@ class Membership(ABC):
         """Have later calls raise GroupClosed, in a forked child."""
 
 
-class Transport(Membership):
+class Transport(ConnectedRanks):
     """Ranks that reach each other's memory.
 
     Note [Two slots]: each rank has two slots of ``slot_bytes`` and stages data in them by turns.

@@ -18,8 +18,8 @@ from lockstep.data.dataset_generators import RandomState
 from lockstep.data.faults import add_note
 from lockstep.data.self_sharding import (
     NUM_PROBED,
-    Shard,
     View,
+    WorkerShard,
     check_shards,
     has_rank,
     noting_rank,
@@ -47,17 +47,17 @@ class Answer(NamedTuple):
     iteration: int  # that of the request
     worker: int  # its number on this rank
     is_end: bool  # whether the shard has ended, and there is no batch
-    shard: tuple[Any, ...]  # a Shard
+    shard: tuple[Any, ...]  # a WorkerShard
     batch: Any
 
 
-class Asked:
+class Requests:
     """An endless iterator of what workers are asked for, which may change."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
-    def __iter__(self) -> Asked:
+    def __iter__(self) -> Requests:
         return self
 
     def __next__(self) -> Request:
@@ -78,7 +78,7 @@ class StreamReader:
         self.dataset, self._collate = dataset, collate
         self._rank, self._num_ranks = rank, num_ranks
         self._iteration = -1
-        self._shard = Shard()
+        self._shard = WorkerShard()
 
     def __getitem__(self, request: Request) -> Answer:
         """Return the next part."""
@@ -89,7 +89,7 @@ class StreamReader:
             worker_id, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
             is_new = self._iteration != request.iteration
             if is_new:
-                self._iteration, self._shard = request.iteration, Shard()
+                self._iteration, self._shard = request.iteration, WorkerShard()
             if request.view is not View.PROBE:
                 return self._read(request, worker_id, num_workers, is_new=is_new)
             if is_new:
@@ -117,11 +117,11 @@ class StreamReader:
                     read = self._num_read + len(samples)
                     add_note(error, f"This was in reading, after {read:,} samples of {place}.")
                     raise
-                self._shard = Shard(asked_rank=bool(asked), has_failed=True)
+                self._shard = WorkerShard(asked_rank=bool(asked), has_failed=True)
                 return end._replace(shard=self._shard)
             if is_new:
                 first = fingerprint.of_sample(samples[0]) if samples else None
-                self._shard = Shard(first, bool(asked))
+                self._shard = WorkerShard(first, bool(asked))
             end = end._replace(shard=self._shard)
             if not samples or (len(samples) < size and request.drop_last):
                 return end
@@ -134,7 +134,7 @@ class StreamReader:
             self._num_read += len(samples)
         return end._replace(is_end=False, batch=batch)
 
-    def _probe(self, request: Request, worker_id: int, num_workers: int) -> Shard:
+    def _probe(self, request: Request, worker_id: int, num_workers: int) -> WorkerShard:
         """Begin twice as each rank's worker of this number does, and with the same seed."""
         firsts = []
         for _ in range(2):
@@ -142,7 +142,7 @@ class StreamReader:
             with random(), shown_as_worker(worker_id, num_workers, self.dataset):
                 samples = [*itertools.islice(self._begin(), NUM_PROBED)]
             firsts.append(fingerprint.of_sample(samples) if samples else None)
-        return Shard(firsts[0], is_repeatable=firsts[0] == firsts[1])
+        return WorkerShard(firsts[0], is_repeatable=firsts[0] == firsts[1])
 
     def _begin(self) -> Iterator[Any]:
         yield from self.dataset  # whose __iter__ runs with the first sample, as a worker's
@@ -172,7 +172,7 @@ def shown_as_worker(shard: int, num_shards: int, dataset: Any) -> Iterator[None]
 
 
 def global_stream(
-    asked: Asked,
+    asked: Requests,
     answers: Iterator[Any],
     reader: StreamReader,
     num_workers: int,
@@ -211,12 +211,12 @@ def global_stream(
 
 
 def _first_answers(
-    asked: Asked,
+    asked: Requests,
     answers: Iterator[Any],
     num_workers: int,
     group: dist.ProcessGroup | None,
     dataset: Any = None,
-) -> tuple[list[Answer], list[list[Shard]]]:
+) -> tuple[list[Answer], list[list[WorkerShard]]]:
     """Return each worker's first answer to a request, and the shards of all ranks.
 
     Workers have been asked for the next parts in advance: those of an earlier request are dropped.
@@ -224,12 +224,14 @@ def _first_answers(
     iteration = asked.request.iteration
     mine = (a for a in itertools.starmap(Answer, answers) if a.iteration == iteration)
     first = [*itertools.islice(mine, num_workers)]
-    shards = [Shard(*answer.shard) for answer in first]
+    shards = [WorkerShard(*answer.shard) for answer in first]
     if group is None:
         return first, [shards]
     by_rank = all_gather_json(group, [fingerprint.of_dataset(dataset), shards])
     is_same = len({checksum for checksum, _ in by_rank}) == 1
-    return first, [[Shard(*s)._replace(is_same=is_same) for s in theirs] for _, theirs in by_rank]
+    return first, [
+        [WorkerShard(*s)._replace(is_same=is_same) for s in theirs] for _, theirs in by_rank
+    ]
 
 
 def _steps(

@@ -30,13 +30,13 @@ from lockstep.data.batches import (
     samplers_in,
 )
 from lockstep.data.faults import telling_how_workers_end
-from lockstep.data.iterable import Asked, Request, StreamReader, global_stream
+from lockstep.data.iterable import Request, Requests, StreamReader, global_stream
 from lockstep.data.order import MAX_KEPT
 from lockstep.data.pace import Pace, checked_shares
 from lockstep.data.partition import cuts
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
-from lockstep.data.sharded import Sharding, check_shards, grouped, sharding_of
+from lockstep.data.sharded import ShardedIteration, check_shards, grouped, sharding_of
 from lockstep.data.workers import WorkerSampler, loader_with_workers
 from lockstep.errors import SplitError
 from lockstep.generators import mixed
@@ -392,7 +392,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._iteration += 3  # as many as it may take to find out the view
         seed, view = mixed(self._seed, self._epoch), self._view or View.ALL
         is_trial = self._view is None and self._num_ranks > 1
-        asked = Asked(Request(self._iteration, seed, size, self.drop_last, view, is_trial))
+        asked = Requests(Request(self._iteration, seed, size, self.drop_last, view, is_trial))
         answers, num_workers = self._read(asked), max(1, self.num_workers)
         note_view = functools.partial(setattr, self, "_view") if self._view is None else None
         stream = global_stream(asked, answers, self._reader, num_workers, self._group, note_view)
@@ -463,7 +463,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         skip: int,
         expected: int,
         asked: deque[tuple[int, int]],
-        sharding: Sharding | None,
+        sharding: ShardedIteration | None,
     ) -> Iterator[LocalBatch]:
         """Yield this rank's part of each global batch but the first ``skip``.
 

@@ -43,7 +43,7 @@ class View(IntEnum):
     PROBE = 2  # the same, to find out
 
 
-class Shard(NamedTuple):
+class WorkerShard(NamedTuple):
     """What is known of a worker's shard."""
 
     first: int | None = None  # a checksum of its first sample, or samples; None if there is none
@@ -90,13 +90,13 @@ def noting_rank() -> Iterator[list[bool]]:
         sys.setprofile(before)
 
 
-def has_rank(shards: Sequence[Sequence[Shard]]) -> bool:
+def has_rank(shards: Sequence[Sequence[WorkerShard]]) -> bool:
     """Whether the dataset may know its rank, on several ranks; ``shards`` are by rank."""
     each = [shard for of_rank in shards for shard in of_rank]
     return len(shards) > 1 and any(s.asked_rank or not s.is_same for s in each)
 
 
-def settle(probed: Sequence[Sequence[Shard]]) -> View:
+def settle(probed: Sequence[Sequence[WorkerShard]]) -> View:
     """Return the view in which the dataset gives each sample once.
 
     Raises:
@@ -116,7 +116,7 @@ def settle(probed: Sequence[Sequence[Shard]]) -> View:
     )
 
 
-def check_shards(shards: Sequence[Sequence[Shard]], view: View) -> None:
+def check_shards(shards: Sequence[Sequence[WorkerShard]], view: View) -> None:
     """Compare the shards' first samples, over all ranks.
 
     Raises:

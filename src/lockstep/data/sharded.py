@@ -41,7 +41,7 @@ def check_shards(loader: Any, num_shards: int | None, num_ranks: int, *, has_sha
         )
 
 
-class Sharding:
+class ShardedIteration:
     """One iteration over a loader's batches, in shards.
 
     Args:
@@ -79,14 +79,14 @@ class Sharding:
 
 def sharding_of(
     num_shards: int | None, rank: int, num_ranks: int, seed: int, epoch: int
-) -> Sharding | None:
+) -> ShardedIteration | None:
     """Return what an iteration over batches in shards needs; None if these have none."""
     if num_shards is None:
         return None
     use_threads()
-    return Sharding(num_shards, rank, num_ranks, seed, epoch)
+    return ShardedIteration(num_shards, rank, num_ranks, seed, epoch)
 
 
-def grouped(stream: Iterator[Any], sharding: Sharding | None) -> Iterator[Any]:
+def grouped(stream: Iterator[Any], sharding: ShardedIteration | None) -> Iterator[Any]:
     """Return batches, of the shards in ``stream`` if it has some."""
     return stream if sharding is None else sharding.batches(stream)

@@ -17,7 +17,7 @@ Kind = Literal["exception", "memory", "nonfinite"]
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "can't allocate memory")
 
 
-class Outcome(IntEnum):
+class StepOutcome(IntEnum):
     """How a step's body has ended on a rank."""
 
     GOOD = 0
@@ -114,7 +114,7 @@ class FailureFacts(NamedTuple):
         has_updated: Whether an update has begun.
     """
 
-    outcome: Outcome
+    outcome: StepOutcome
     blame: Blame | None = None
     is_local: bool = False
     is_part: bool = False
@@ -134,7 +134,7 @@ class FailureFacts(NamedTuple):
         if blame is not None:
             names = {name: tuple(blame[name]) for name in ("nonfinite", "finite")}
             blame = Blame(**{**blame, **names})
-        return told._replace(outcome=Outcome(told.outcome), blame=blame)
+        return told._replace(outcome=StepOutcome(told.outcome), blame=blame)
 
 
 def to_blame(told: Sequence[FailureFacts]) -> FailureFacts:
@@ -145,7 +145,7 @@ def to_blame(told: Sequence[FailureFacts]) -> FailureFacts:
     has no rank. If every rank was only told that another one failed, as after a mismatch of calls,
     it is the first rank's.
     """
-    for outcome in Outcome.MISUSED, Outcome.TO_BLAME:
+    for outcome in StepOutcome.MISUSED, StepOutcome.TO_BLAME:
         found = [one for one in told if one.outcome is outcome and one.blame is not None]
         raised = [one for one in found if one.blame.kind != "nonfinite"]  # type: ignore[union-attr]
         local = [one for one in found if one.is_local]

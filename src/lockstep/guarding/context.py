@@ -38,14 +38,14 @@ from lockstep.grad import gradient_of, lacks_gradient
 from lockstep.guarding.blame import (
     Blame,
     FailureFacts,
-    Outcome,
+    StepOutcome,
     blame_of,
     is_caused_elsewhere,
     release,
     to_blame,
 )
 from lockstep.guarding.finite import Found, LocalGradients, look_at
-from lockstep.guarding.kept import Kept
+from lockstep.guarding.kept import StateBefore
 from lockstep.guarding.step import Common, GuardedStep, Misused, OnSkip, common_of
 from lockstep.nn import finish_failed, note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
@@ -59,11 +59,11 @@ _MOST_MEETINGS = 16
 _STEP_CODE = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
-class _Current(threading.local):
+class _CurrentGuard(threading.local):
     guard: Guard | None = None
 
 
-_current = _Current()
+_current = _CurrentGuard()
 
 
 class Guard:
@@ -86,7 +86,7 @@ class Guard:
         self._undoes, self._is_run = undoes, False
         # The step that runs.
         self._common, self._step = Common(), GuardedStep(0)
-        self._kept: Kept | None = None
+        self._kept: StateBefore | None = None
         self._states = [state_of(model) for model in models]
         self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
         self._group = self._group_of_engines()
@@ -137,7 +137,7 @@ class Guard:
         common = self._common = common_of(self._optimizers[0])
         self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
-        self._kept = Kept(
+        self._kept = StateBefore(
             self._models,
             self._optimizers,
             self._others,
@@ -309,17 +309,17 @@ class Guard:
                 "guard() too.)"
             )
         if error is None and not is_of_scaler:
-            return FailureFacts(Outcome.GOOD, has_updated=has_updated)
+            return FailureFacts(StepOutcome.GOOD, has_updated=has_updated)
         # A part of the sums is another rank's to look at, where gradients of this one show.
         is_here = isinstance(error, StepSkipped) and bool(self._local.found.nonfinite)
         if self._found is not None or is_here or (error is None and is_of_scaler):
             return self._told_of_gradients(is_of_scaler=error is None)
         assert error is not None
-        outcome = Outcome.TO_BLAME
+        outcome = StepOutcome.TO_BLAME
         if isinstance(error, Misused):
-            outcome = Outcome.MISUSED
+            outcome = StepOutcome.MISUSED
         elif is_caused_elsewhere(error, around):
-            outcome = Outcome.CAUSED_ELSEWHERE
+            outcome = StepOutcome.CAUSED_ELSEWHERE
         blame = blame_of(error, self._rank, self._step.number)
         return FailureFacts(outcome, blame, has_updated=has_updated)
 
@@ -359,7 +359,7 @@ class Guard:
             finite=finite,
         )
         return FailureFacts(
-            Outcome.TO_BLAME,
+            StepOutcome.TO_BLAME,
             blame,
             is_local=bool(local.nonfinite),
             is_part=found.is_part,
@@ -386,7 +386,7 @@ class Guard:
             except CollectiveMismatch:
                 if not remaining:
                     raise
-                outcome = outcome or Outcome.CAUSED_ELSEWHERE
+                outcome = outcome or StepOutcome.CAUSED_ELSEWHERE
         raise AssertionError
 
     def _fingerprint(self) -> int:
@@ -435,7 +435,7 @@ class Guard:
         """Tell the program of the step, which is put back; raise if it can't go on."""
         blame, step = guilty.blame, self._step
         assert blame is not None
-        if guilty.outcome is Outcome.MISUSED:
+        if guilty.outcome is StepOutcome.MISUSED:
             raise ModelError(f"{blame.error} (Said by rank {blame.rank}.)") from error
         if not self._undoes and any(told.has_updated for told in by_rank):
             raise ModelError(

@@ -18,7 +18,7 @@ from lockstep.guarding.optimizer import KeptOptimizer
 from lockstep.torch_private import _foreach_copy_
 
 
-class Copies:
+class ValueCopies:
     """Copies of the values of tensors, in memory that stays from one step to the next."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Copies:
                 without_repeats(tensor.detach()).copy_(without_repeats(kept))
 
 
-class Kept:
+class StateBefore:
     """Models, optimizers and other things as they were before a step, to be put back.
 
     Args:
@@ -63,7 +63,7 @@ class Kept:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         others: Sequence[Any],
-        copies: Copies,
+        copies: ValueCopies,
         generators: Generators,
         *,
         undoes: bool,

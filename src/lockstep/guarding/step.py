@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.errors import ModelError
 from lockstep.generators import Generators
 from lockstep.guarding.blame import Blame
-from lockstep.guarding.kept import Copies
+from lockstep.guarding.kept import ValueCopies
 
 OnSkip = Literal["drop", "retry"] | Callable[["GuardedStep"], object]
 
@@ -48,7 +48,7 @@ class Common:
 
     def __init__(self) -> None:
         self.num_steps = self.in_a_row = 0
-        self.copies, self.generators = Copies(), Generators()
+        self.copies, self.generators = ValueCopies(), Generators()
 
 
 # Ranks may be threads.

@@ -1,4 +1,4 @@
-from .failures import Outcome as Outcome
+from .failures import JobOutcome as JobOutcome
 from .failures import is_users_file as is_users_file
 from .job import Job as Job
 from .job import check_num_ranks as check_num_ranks

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from lockstep.deadline import Deadline
 from lockstep.entries import MOST_WORDS, value_in
 from lockstep.errors import LaunchError
-from lockstep.launcher.failures import Outcome, first_failure
+from lockstep.launcher.failures import JobOutcome, first_failure
 from lockstep.launcher.restarts import START_AGAIN
 from lockstep.printable import signal_name
 from lockstep.world import has_ended
@@ -86,8 +86,8 @@ class Agreement:
         # The signal that came to this launcher, and when; None once that is told.
         self._interruption: tuple[int, float] | None = None
         self._interrupted_by = 0  # the first signal that came to this launcher or was heard of
-        self._heard: Outcome | None = None  # of the signal that ended another launcher
-        self._check, self._refused = check, list[Outcome]()
+        self._heard: JobOutcome | None = None  # of the signal that ended another launcher
+        self._check, self._refused = check, list[JobOutcome]()
         self._is_hurried = False
         self._is_noticed, self._lock = False, threading.Lock()
         self._is_over = threading.Event()
@@ -184,7 +184,7 @@ class Agreement:
                 try:
                     self._check()
                 except LaunchError as error:
-                    found = Outcome(1, message=str(error), at_seconds=self._clock())
+                    found = JobOutcome(1, message=str(error), at_seconds=self._clock())
                     self._refused.append(found)
             if self._lost() or self._refused:
                 self._notify(0)
@@ -205,14 +205,14 @@ class Agreement:
                 self._is_noticed = True
                 os.write(self._notifier, bytes([number]))
 
-    def settle(self, outcome: Outcome, signals: Callable[[], Sequence[int]]) -> Outcome:
+    def settle(self, outcome: JobOutcome, signals: Callable[[], Sequence[int]]) -> JobOutcome:
         """The outcome of the run: the first failure on any host that no other one explains.
 
         ``outcome`` is that of this host's ranks. ``signals()`` returns those that came to this
         launcher since it was called last. The first ends the ranks of all hosts; Ctrl-C after it
         ends them at once, and this host doesn't wait for them.
         """
-        agreed = list[Outcome]()
+        agreed = list[JobOutcome]()
 
         def agree() -> None:
             with contextlib.suppress(RuntimeError):  # the store has ended
@@ -237,7 +237,7 @@ class Agreement:
             return agreed[0]
         return first_failure([*filter(_is_failure, [outcome]), self._heard or self._loss_of(0)])
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: JobOutcome) -> JobOutcome:
         self._tell_interruption()
         found = [*filter(_is_failure, [outcome]), *self._refused]
         if outcome.rank is None and outcome.exit_status == 128 + self._interrupted_by:
@@ -282,18 +282,18 @@ class Agreement:
         ):
             time.sleep(_POLL_SECONDS)
 
-    def _tell(self, failure: Outcome) -> None:
+    def _tell(self, failure: JobOutcome) -> None:
         self._store.set(f"failure/{self._number}", self._encoded(failure))
         self._store.set("failed", "")
 
-    def _encoded(self, failure: Outcome) -> str:
+    def _encoded(self, failure: JobOutcome) -> str:
         at_seconds = failure.at_seconds + self._offset()
         told = failure.exit_status, at_seconds, failure.lost_a_peer, failure.rank
         more = failure.reason, failure.is_of_start, failure.lost_host
         message = failure.message or "the launcher of another host was ended."
         return json.dumps([*told, message[:MOST_WORDS], *more])
 
-    def _decoded(self, told: bytes) -> Outcome:
+    def _decoded(self, told: bytes) -> JobOutcome:
         failure = decoded(told)
         return replace(failure, at_seconds=failure.at_seconds - self._offset())
 
@@ -301,7 +301,7 @@ class Agreement:
         """What to add to this host's clock to have that of host 0, by which causes are ordered."""
         return max(self._offsets, default=0.0)
 
-    def _told_as(self, kind: str, hosts: Collection[int]) -> list[Outcome]:
+    def _told_as(self, kind: str, hosts: Collection[int]) -> list[JobOutcome]:
         """What these hosts have told under their keys of this ``kind``."""
         there = [key for host in hosts if self._store.check([key := f"{kind}/{host}"])]
         return [self._decoded(bytes(self._store.get(key))) for key in there]
@@ -315,7 +315,7 @@ class Agreement:
         if self._is_hurried:
             self._store.set("hurry", "")
 
-    def _told_interruption(self) -> Outcome | None:
+    def _told_interruption(self) -> JobOutcome | None:
         """The outcome if a signal has ended the launcher of a host, and hence all."""
         names = self._names.__getitem__
         return told_interruption(self._store, self._number, names, self._offset())
@@ -340,14 +340,14 @@ class Agreement:
         # Of several that fail, one may be done later than this.
         return [] if deadline.left() else lost
 
-    def _loss_of(self, host: int) -> Outcome:
+    def _loss_of(self, host: int) -> JobOutcome:
         seconds = self._silent_seconds[host]
         how = f"it fell silent {max(seconds, 1):.0f} seconds ago, and its ranks weren't done"
         if host == 0 and self._is_store_gone:
             how = "the store that it keeps has ended"
         if host in self._ended:
             how = "the connection of its launcher has ended, and its ranks weren't done"
-        return Outcome(
+        return JobOutcome(
             1,
             message=f"host {host} ({self._names[host]}) is lost: {how}. See whether its launcher "
             "was killed or suspended, the machine restarted, or the network cut; then start the "
@@ -367,7 +367,7 @@ def tell_interruption(store: dist.Store, number: int, at_seconds: float, host: i
 
 def told_interruption(
     store: dist.Store, number_here: int, name: Callable[[int], str], offset: float = 0.0
-) -> Outcome | None:
+) -> JobOutcome | None:
     """The outcome if a signal came to the launcher of a host; None if none did.
 
     Host 0's clock is by ``offset`` ahead of that of this host, whose number is ``number_here``.
@@ -377,13 +377,13 @@ def told_interruption(
     try:
         number, at_seconds, host = value_in(store.get("interrupted"))
         where = "" if host == number_here else f" at host {host} ({name(host)})"
-        return Outcome(
+        return JobOutcome(
             128 + int(number) % 128,
             message=f"ended by {signal_name(number)}{where}; no rank is left running.",
             at_seconds=float(at_seconds) - offset,
         )
     except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
-        return Outcome(1, message="a host was ended, and told nothing that can be read.")
+        return JobOutcome(1, message="a host was ended, and told nothing that can be read.")
 
 
 class _Silence:
@@ -406,16 +406,16 @@ class _Silence:
         return self._seconds
 
 
-def _is_failure(outcome: Outcome) -> bool:
+def _is_failure(outcome: JobOutcome) -> bool:
     return outcome.exit_status != 0
 
 
-def decoded(told: bytes) -> Outcome:
+def decoded(told: bytes) -> JobOutcome:
     """What a host has told of a failure."""
     try:
         status, at_seconds, lost_a_peer, rank, message, *more = value_in(told)
         reason, is_of_start, lost_host = more or ("", False, None)
-        return Outcome(
+        return JobOutcome(
             int(status),
             message=str(message),
             rank=None if rank is None else int(rank),
@@ -426,4 +426,4 @@ def decoded(told: bytes) -> Outcome:
             lost_host=None if lost_host is None else int(lost_host),
         )
     except (ValueError, TypeError, OverflowError, RecursionError):
-        return Outcome(1, message="another host failed, and told nothing that can be read.")
+        return JobOutcome(1, message="another host failed, and told nothing that can be read.")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Ended, Outcome
+from lockstep.launcher.failures import Ended, JobOutcome
 from lockstep.launcher.hosts import Host
 from lockstep.launcher.job import Job
 from lockstep.launcher.last_snapshot import WrittenOut, with_last_snapshot, write_out
@@ -21,8 +21,8 @@ from lockstep.launcher.restarts import (
     START_AGAIN,
     Decision,
     Incident,
+    Reaction,
     Record,
-    Verdict,
 )
 from lockstep.launcher.snapshot_memory import SnapshotMemory, newest_step
 from lockstep.launcher.starting import StartOfMany
@@ -71,14 +71,14 @@ class Attempts:
         self._run_id = ""
         self._begun_at: int | None = None  # the step that the attempt goes on from
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Make attempts until none is to follow; return the outcome of the last one."""
         outcome = self._run()
         if self._host is not None and self._host.membership is not None:
             self._host.tell_over(outcome.exit_status)
         return outcome
 
-    def _run(self) -> Outcome:
+    def _run(self) -> JobOutcome:
         try:
             while True:
                 attempt = self._take()
@@ -98,15 +98,15 @@ class Attempts:
                 if self._ended_by:
                     self._say(printable_lines(outcome.message or ""))
                     return self._interrupted(None)
-                verdict = self._decide(outcome)
-                if verdict is Verdict.FEWER:
+                reaction = self._decide(outcome)
+                if reaction is Reaction.FEWER:
                     self._go_on_with(self._job.num_ranks - 1)
-                elif verdict is not Verdict.RESTART:
-                    return _given_up(outcome, verdict)
+                elif reaction is not Reaction.RESTART:
+                    return _given_up(outcome, reaction)
         except Ended as error:
             return error.outcome
         except LaunchError as error:
-            return self._with_last_snapshot(Outcome(2, message=str(error)))
+            return self._with_last_snapshot(JobOutcome(2, message=str(error)))
 
     def _take(self) -> Attempt | None:
         """The next attempt, with as many ranks as this host has room for; None if interrupted."""
@@ -181,7 +181,7 @@ class Attempts:
         most_seconds = max(self._job.grace_seconds or 0.0, _WRITING_SECONDS)
         return write_out(descriptors, self._take_ending, most_seconds)
 
-    def _interrupted(self, attempt: Attempt | None) -> Outcome:
+    def _interrupted(self, attempt: Attempt | None) -> JobOutcome:
         """The outcome if a signal came before the ranks have begun, or begin again."""
         if attempt is not None:
             self._drop(attempt)
@@ -189,9 +189,9 @@ class Attempts:
         if self._host is not None:
             self._host.end_by(number)
         message = f"ended by {signal_name(number)}; no rank is left running."
-        return self._with_last_snapshot(Outcome(128 + number, message=message))
+        return self._with_last_snapshot(JobOutcome(128 + number, message=message))
 
-    def _with_last_snapshot(self, outcome: Outcome) -> Outcome:
+    def _with_last_snapshot(self, outcome: JobOutcome) -> JobOutcome:
         """The outcome of a run that a signal or a lost host has ended; ranks may not have saved.
 
         Of several hosts it is host 0 that has the last snapshot written or, without it, the other
@@ -258,13 +258,13 @@ class Attempts:
         if host is None or host.membership is None or watch.is_hurried:
             return False
         is_more = self._status.ranks[0].asked is Asked.STOPS and watch.interrupted_by is None
-        verdict = Verdict.MORE if is_more and not self._ended_by else Verdict.STOPPED
+        reaction = Reaction.MORE if is_more and not self._ended_by else Reaction.STOPPED
         with contextlib.suppress(RuntimeError, ValueError, Ended):  # they have saved in any case
-            text = Decision(verdict, "").encoded()
-            text = host.decide(text, is_restart=verdict is Verdict.MORE, lost=None)
-            verdict = Decision.of(text).verdict
-            if verdict is Verdict.MORE and watch.interrupted_by is None:
-                self._say(f"{verdict.value}: all go on with them from the checkpoint.")
+            text = Decision(reaction, "").encoded()
+            text = host.decide(text, is_restart=reaction is Reaction.MORE, lost=None)
+            reaction = Decision.of(text).reaction
+            if reaction is Reaction.MORE and watch.interrupted_by is None:
+                self._say(f"{reaction.value}: all go on with them from the checkpoint.")
                 return True
         return False
 
@@ -289,7 +289,7 @@ class Attempts:
                 "TORCHELASTIC_RUN_ID": self._run_id,
             }
 
-    def _outcome(self, attempt: Attempt, watch: Watch) -> Outcome:
+    def _outcome(self, attempt: Attempt, watch: Watch) -> JobOutcome:
         """Run the ranks to their end."""
         assert self._host is not None
 
@@ -321,7 +321,7 @@ class Attempts:
         """The newest step that all ranks of this host can go on from."""
         return newest_step(map(SnapshotMemory, self._own))
 
-    def _incident(self, outcome: Outcome) -> Incident:
+    def _incident(self, outcome: JobOutcome) -> Incident:
         assert self._host is not None
         states = self._status.read()
         step = max(map(self._step, [s for s in states if s.rank == outcome.rank] or states))
@@ -333,19 +333,19 @@ class Attempts:
             return state.num_begun - 1
         return (self._begun_at or 0) + state.num_steps
 
-    def _decide(self, outcome: Outcome) -> Verdict:
+    def _decide(self, outcome: JobOutcome) -> Reaction:
         """Return what host 0 decides, and say so if the ranks are started again."""
         assert self.console is not None
         assert self._host is not None
         incident = self._incident(outcome)
-        verdict = self._record.judge(incident)
-        words = self._told(outcome, incident, verdict)
-        text = Decision(verdict, words).encoded()
-        is_restart = verdict in (Verdict.RESTART, Verdict.FEWER)
+        reaction = self._record.judge(incident)
+        words = self._told(outcome, incident, reaction)
+        text = Decision(reaction, words).encoded()
+        is_restart = reaction in (Reaction.RESTART, Reaction.FEWER)
         try:
             lost = outcome.lost_host
             text = self._host.decide(text, is_restart=is_restart, lost=lost)
-            verdict, words = Decision.of(text)
+            reaction, words = Decision.of(text)
         except Ended:
             self._say(printable_lines(outcome.message or ""))
             raise
@@ -354,11 +354,11 @@ class Attempts:
                 f"{outcome.message}\nHost 0 didn't tell whether the ranks are started again: "
                 f"{error}. Start the run anew on all hosts."
             ) from error
-        if verdict in (Verdict.RESTART, Verdict.FEWER):
+        if reaction in (Reaction.RESTART, Reaction.FEWER):
             self.console.say(printable_lines(f"{outcome.message}\n{words}"))
-        return verdict
+        return reaction
 
-    def _told(self, outcome: Outcome, incident: Incident, verdict: Verdict) -> str:
+    def _told(self, outcome: JobOutcome, incident: Incident, reaction: Reaction) -> str:
         """Why the ranks are started again, and from where they go on."""
         assert self._host is not None
         reason = outcome.reason
@@ -381,14 +381,14 @@ class Attempts:
             if self._host.num_others >= self._job.meeting.least_hosts:
                 onwards = "the others go on from the newest checkpoint"
         line = f"restart {self._host.attempt + 1}: {who} ({reason}); "
-        if verdict is Verdict.FEWER:
-            return f"{line}{verdict.value}."
+        if reaction is Reaction.FEWER:
+            return f"{line}{reaction.value}."
         line += f"{onwards}. "
         return line + f"{self._record.num_left} more without progress, and it isn't started again."
 
 
-def _given_up(outcome: Outcome, verdict: Verdict) -> Outcome:
-    message = f"{outcome.message}\nThe ranks aren't started again: {verdict.value}."
-    if verdict is Verdict.NO_PROGRESS:
+def _given_up(outcome: JobOutcome, reaction: Reaction) -> JobOutcome:
+    message = f"{outcome.message}\nThe ranks aren't started again: {reaction.value}."
+    if reaction is Reaction.NO_PROGRESS:
         return replace(outcome, message=message)
     return replace(outcome, message=message, run_status=DONT_START_AGAIN)

@@ -111,7 +111,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """The outcome of a job; from ``rank`` on, the rank to blame and its failure."""
 
     exit_status: int  # the exit code of what is to blame, and of the whole run
@@ -127,7 +127,7 @@ class Outcome:
     is_of_start: bool = False  # whether the program never began
     lost_host: int | None = None  # the host that is lost, and its ranks
     # What to blame if all failures are of ranks that have lost a peer, maybe on other hosts.
-    suspect: Outcome | None = None
+    suspect: JobOutcome | None = None
 
     def check(self) -> None:
         """Raise RankFailed, or LaunchError if no rank is to blame, unless all went well."""
@@ -148,7 +148,7 @@ class Outcome:
 class Ended(Exception):
     """The run was ended before all hosts had met, as by a signal to the launcher of another one."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: JobOutcome) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
 
@@ -156,7 +156,7 @@ class Ended(Exception):
 class RankEnded(Ended):
     """The rank of this ``local_rank`` ended while its host waited for others."""
 
-    def __init__(self, outcome: Outcome, local_rank: int) -> None:
+    def __init__(self, outcome: JobOutcome, local_rank: int) -> None:
         super().__init__(outcome)
         self.local_rank = local_rank
 
@@ -167,7 +167,7 @@ def failure_outcome(
     *,
     ended_well: Sequence[int] = (),
     full_traceback: bool = False,
-) -> Outcome:
+) -> JobOutcome:
     """The outcome of a job in which these ranks failed, at least one.
 
     ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure.
@@ -180,7 +180,7 @@ def failure_outcome(
         message = f"rank {earlier} failed before all others, as they tell. Of them, {message}"
     rank = absent[0] if len(absent) == 1 else culprit.rank
     if earlier is not None:  # of which there is no more than what the culprit tells
-        return Outcome(
+        return JobOutcome(
             culprit.exit_code,
             message=message,
             rank=earlier,
@@ -188,7 +188,7 @@ def failure_outcome(
             lost_a_peer=True,
             reason=f"rank {culprit.rank} tells of it: {_reason(culprit)}",
         )
-    return Outcome(
+    return JobOutcome(
         culprit.exit_code,
         message=message,
         rank=rank,
@@ -201,7 +201,7 @@ def failure_outcome(
     )
 
 
-_Failed = TypeVar("_Failed", Failure, Outcome)
+_Failed = TypeVar("_Failed", Failure, JobOutcome)
 
 
 def first_failure(failures: Sequence[_Failed]) -> _Failed:

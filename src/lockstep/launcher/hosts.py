@@ -36,7 +36,7 @@ from lockstep.launcher.endpoint import (
     reach_endpoint,
     tell_at_other_addresses,
 )
-from lockstep.launcher.failures import Ended, Outcome, RankEnded
+from lockstep.launcher.failures import Ended, JobOutcome, RankEnded
 from lockstep.launcher.job import Job, Meeting, check_num_ranks
 from lockstep.launcher.membership import Membership
 from lockstep.memory_files import memory_file
@@ -324,7 +324,7 @@ class Host:
 
     def _hear_decision(self) -> bytes:
         """Return what host 0 has decided, and tell it that this host has heard of it."""
-        heard = list[tuple[bytes, Outcome | None]]()
+        heard = list[tuple[bytes, JobOutcome | None]]()
 
         def hear() -> None:
             decision, following = self._store.get("decision"), self._store_of(self.attempt + 1)
@@ -475,7 +475,7 @@ class Host:
         if self._agreement is not None:
             self._agreement.hurry()
 
-    def settle(self, outcome: Outcome, signals: Callable[[], Sequence[int]]) -> Outcome:
+    def settle(self, outcome: JobOutcome, signals: Callable[[], Sequence[int]]) -> JobOutcome:
         """The outcome of the run, from that of this host's ranks: see :meth:`Agreement.settle`."""
         return outcome if self._agreement is None else self._agreement.settle(outcome, signals)
 

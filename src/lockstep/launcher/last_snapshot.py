@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lockstep.deadline import Deadline
-from lockstep.launcher.failures import Outcome
+from lockstep.launcher.failures import JobOutcome
 from lockstep.launcher.interpreter import command_of
 from lockstep.launcher.restarts import START_AGAIN
 
@@ -87,7 +87,7 @@ def _start(descriptors: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def with_last_snapshot(outcome: Outcome, written: WrittenOut) -> Outcome:
+def with_last_snapshot(outcome: JobOutcome, written: WrittenOut) -> JobOutcome:
     """The outcome of a run that was ended by a signal, with what came of its last snapshot."""
     if written.error:
         told = f"the last snapshot wasn't written as a checkpoint: {written.error}"

@@ -23,7 +23,7 @@ from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
 from lockstep.launcher.agreement import Agreement, told_interruption
 from lockstep.launcher.endpoint import Company, local_addresses
-from lockstep.launcher.failures import Ended, Outcome
+from lockstep.launcher.failures import Ended, JobOutcome
 from lockstep.launcher.job import Meeting, check_num_ranks
 from lockstep.world import connection_from, has_ended, local_end
 
@@ -149,7 +149,7 @@ class Membership:
         if self.root.check(["over"]):
             status = int(self.root.get("over"))
             words = "the run is over, and hasn't needed this host. The others ended with exit code"
-            raise Ended(Outcome(status, message=f"{words} {status}."))
+            raise Ended(JobOutcome(status, message=f"{words} {status}."))
 
     def _choose(self, attempt: int, deadline: Deadline, company: Company | None) -> list[int]:
         """Decide who takes part."""

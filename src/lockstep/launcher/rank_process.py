@@ -15,7 +15,7 @@ from functools import partial
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Failure, Outcome, RankEnded, Silent, how
+from lockstep.launcher.failures import Failure, JobOutcome, RankEnded, Silent, how
 from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.launcher.restarts import START_AGAIN
@@ -229,7 +229,7 @@ def none_ended(ranks: Sequence[RankProcess]) -> Iterator[None]:
         for rank in ranks:
             rank.note_exit()
             if (failure := rank.failure or rank.suspect) is not None:
-                raise RankEnded(Outcome(failure.exit_code, message=how(failure)), rank.rank)
+                raise RankEnded(JobOutcome(failure.exit_code, message=how(failure)), rank.rank)
 
     before = signal.signal(signal.SIGCHLD, look)
     try:

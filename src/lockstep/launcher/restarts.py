@@ -24,7 +24,7 @@ DONT_START_AGAIN = 76
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
-class Verdict(Enum):
+class Reaction(Enum):
     """What is done after a failure."""
 
     RESTART = "the ranks are started again"
@@ -48,12 +48,12 @@ class Incident(NamedTuple):
 class Decision(NamedTuple):
     """What host 0 tells the others of a failure."""
 
-    verdict: Verdict
+    reaction: Reaction
     words: str
 
     def encoded(self) -> str:
         """The text for :meth:`of`."""
-        return json.dumps([self.verdict.name, self.words[:MOST_WORDS]])
+        return json.dumps([self.reaction.name, self.words[:MOST_WORDS]])
 
     @classmethod
     def of(cls, text: str) -> Decision:
@@ -64,7 +64,7 @@ class Decision(NamedTuple):
         """
         try:
             name, words = value_in(text)
-            return cls(Verdict[name], str(words))
+            return cls(Reaction[name], str(words))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"what it told can't be read: {text!r:.99}") from error
 
@@ -97,10 +97,10 @@ class Record:
         """How often ranks may fail from now on without progress, and are started again."""
         return self._most - self._since_commit
 
-    def judge(self, incident: Incident) -> Verdict:
+    def judge(self, incident: Incident) -> Reaction:
         """Note an incident; return what is to be done."""
         if incident.is_of_start and not self._has_begun:
-            return Verdict.NEVER_BEGAN
+            return Reaction.NEVER_BEGAN
         self._has_begun = True
         if incident.committed is not None and incident.committed > self._committed:
             self._committed, self._since_commit = incident.committed, 0
@@ -109,10 +109,10 @@ class Record:
         self._alike[alike] += 1
         self.num_alike = self._alike[alike]
         if max(self.num_alike, self._since_commit) <= self._most:
-            return Verdict.RESTART
+            return Reaction.RESTART
         if self.num_spare:  # a cause that goes with the last rank, such as its device, is no more
             self.num_spare -= 1
             self._since_commit = self.num_alike = 0
             self._alike.clear()
-            return Verdict.FEWER
-        return Verdict.SAME_FAILURE if self.num_alike > self._most else Verdict.NO_PROGRESS
+            return Reaction.FEWER
+        return Reaction.SAME_FAILURE if self.num_alike > self._most else Reaction.NO_PROGRESS

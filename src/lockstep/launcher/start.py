@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
-from lockstep.launcher.failures import Outcome
+from lockstep.launcher.failures import JobOutcome
 from lockstep.launcher.interpreter import command_of
 from lockstep.launcher.job import (
     GRACE_SECONDS,
@@ -207,7 +207,7 @@ def _pickled(fn: Callable[..., object], args: Sequence[object]) -> bytes:
         ) from error
 
 
-def supervise(job: Job) -> Outcome:
+def supervise(job: Job) -> JobOutcome:
     """Run ``job`` in a supervisor, copy its output, and return its outcome."""
     ours, theirs = socket.socketpair()
     with ours:
@@ -255,7 +255,7 @@ def supervise(job: Job) -> Outcome:
             "it is -9, it was killed, and the ranks with it."
         )
     outcome = pickle.loads(answer)
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, JobOutcome)
     return outcome
 
 

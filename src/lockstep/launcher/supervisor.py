@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from lockstep.errors import LaunchError
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Ended, Outcome
+from lockstep.launcher.failures import Ended, JobOutcome
 from lockstep.launcher.job import Job, name_of_program
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.output import Console, open_log_files
@@ -55,7 +55,7 @@ def main() -> int:
     except Ended as error:
         _conclude(job, error.outcome)
     except LaunchError as error:
-        _conclude(job, Outcome(2, message=str(error)))
+        _conclude(job, JobOutcome(2, message=str(error)))
 
 
 def _tell_unheard(number: int, _: FrameType | None) -> None:
@@ -156,7 +156,7 @@ def _start_attempts(
     return _conclude(job, outcome, attempts.console)
 
 
-def _conclude(job: Job, outcome: Outcome, console: Console | None = None) -> NoReturn:
+def _conclude(job: Job, outcome: JobOutcome, console: Console | None = None) -> NoReturn:
     """Send ``outcome`` to the caller or, on a command line, print its message; then end."""
     words = None
     if job.caller is None and outcome.message is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.deadline import Deadline
 from lockstep.launcher import processes
-from lockstep.launcher.failures import Failure, Outcome, failure_outcome
+from lockstep.launcher.failures import Failure, JobOutcome, failure_outcome
 from lockstep.launcher.job import FAILURE_GRACE_SECONDS, GRACE_SECONDS, Job
 from lockstep.launcher.output import Console
 from lockstep.launcher.processes import (
@@ -110,7 +110,7 @@ class Watch:
         finally:
             self._end_all()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> JobOutcome:
         """How the ranks of this host have ended."""
         failures = self._failures()
         if self._have_saved() and all(failure.lost_a_peer for failure in failures):
@@ -123,21 +123,21 @@ class Watch:
         number = self._interrupted_by
         if self._peer_failed or number is None:  # the peer's host tells of it
             results = tuple(r.result for r in self._ranks if r.result is not None)
-            return Outcome(0, results, suspect=self._outcome_of(suspects) if suspects else None)
+            return JobOutcome(0, results, suspect=self._outcome_of(suspects) if suspects else None)
         if number == signal.SIGPIPE:  # as every program in a pipe that nobody reads from
-            return Outcome(128 + number, at_seconds=self._interrupted_at)
+            return JobOutcome(128 + number, at_seconds=self._interrupted_at)
         message = f"ended by {signal_name(number)}; no rank is left running."
-        return Outcome(128 + number, message=message, at_seconds=self._interrupted_at)
+        return JobOutcome(128 + number, message=message, at_seconds=self._interrupted_at)
 
     def _have_saved(self) -> bool:
         return any(rank.has_saved() for rank in self._ranks)
 
-    def _saved(self) -> Outcome:
+    def _saved(self) -> JobOutcome:
         by = "" if self._interrupted_by is None else f" by {signal_name(self._interrupted_by)}"
         message = f"stopped{by} and saved. Give the same command again to go on from there."
-        return Outcome(START_AGAIN, message=message, at_seconds=time.monotonic())
+        return JobOutcome(START_AGAIN, message=message, at_seconds=time.monotonic())
 
-    def _outcome_of(self, failures: list[Failure]) -> Outcome:
+    def _outcome_of(self, failures: list[Failure]) -> JobOutcome:
         return failure_outcome(
             failures,
             self._host.world_size,

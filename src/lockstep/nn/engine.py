@@ -31,7 +31,7 @@ from lockstep.nn.ready_hooks import ReadyHooks
 from lockstep.nn.renormed import RenormedRows
 from lockstep.nn.tracked import TrackedParameters, parameters_outside, sparse_indices
 from lockstep.nn.verify import check_same_model
-from lockstep.nn.watch import Forwards, Stepped, Watch
+from lockstep.nn.watch import Forwards, ForwardWatch, Stepped
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
         # Whether the module may have got other parameters. Then the engine is refreshed before the
         # next forward or backward.
         self.is_stale = False
-        self.watch = Watch()
+        self.watch = ForwardWatch()
         # Whether nested backwards, as of reentrant checkpoints, have computed its gradients.
         self.sees_nested_tasks = False
         self.buffers = Buffers(group)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lockstep.grad import part_of_gradient
 from lockstep.nn.backward import engines_with
 from lockstep.nn.engine import Engine
-from lockstep.world import Kept, Sample, parameters_of, samples_of
+from lockstep.world import KeptInStep, Sample, parameters_of, samples_of
 
 # How many parameters are looked at in one look, and how many of their elements. Each look has other
 # ones.
@@ -18,12 +18,12 @@ _NUM_PARAMETERS, _NUM_ELEMENTS = 16, 4
 _STRIDE = 7919  # a prime
 
 
-def kept(optimizer: Optimizer) -> list[Kept]:
+def kept(optimizer: Optimizer) -> list[KeptInStep]:
     """Return the engines that keep parameters of ``optimizer`` in step."""
     parameters = parameters_of(optimizer)
     ids = {*map(id, parameters)}
     return [
-        Kept(engine.process_group, engine.num_backwards, partial(_samples, engine, ids))
+        KeptInStep(engine.process_group, engine.num_backwards, partial(_samples, engine, ids))
         for engine in engines_with(parameters)
     ]
 

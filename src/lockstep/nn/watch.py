@@ -18,7 +18,7 @@ class Forwards(enum.Enum):
     OF_ITS_MODULES = enum.auto()
 
 
-class Watch:
+class ForwardWatch:
     """What hooks are to do for an engine before a forward.
 
     Attributes:

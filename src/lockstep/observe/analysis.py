@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple
 
 from lockstep.errors import TraceError
 from lockstep.observe.columns import Chosen, Columns, Row, Rows, as_columns, in_order, is_among
-from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.records import BucketTimes, RankSpans, Span
 from lockstep.observe.replay import REMOVABLE, RankParts, Replay
 
 # What a rank does by itself; "other" is what no span tells.
@@ -136,9 +136,9 @@ def spans_by_step(found: RankSpans) -> ByStep[Span]:
     return ByStep(spans, spans.order("step", "start", "-stop", places=places))
 
 
-def buckets_by_step(found: RankSpans) -> ByStep[Bucket]:
+def buckets_by_step(found: RankSpans) -> ByStep[BucketTimes]:
     """Return the buckets of each step."""
-    buckets = as_columns(Bucket, found.buckets)
+    buckets = as_columns(BucketTimes, found.buckets)
     return ByStep(buckets, buckets.order("step"))
 
 
@@ -154,7 +154,7 @@ class _Step(NamedTuple):
     start: int
     stop: int
     spans: Chosen[Span]  # of the program's thread, sorted by their starts
-    buckets: Sequence[Bucket]
+    buckets: Sequence[BucketTimes]
 
 
 def _finished(found: RankSpans) -> Iterator[_Step]:
@@ -344,7 +344,7 @@ def intervals(start: int, spans: Iterable[Span], stop: int) -> Iterator[tuple[in
     yield from until(stop)
 
 
-def _hidden(buckets: Iterable[Bucket], waits: Iterable[Span]) -> int:
+def _hidden(buckets: Iterable[BucketTimes], waits: Iterable[Span]) -> int:
     """How long buckets were under way while the program didn't wait."""
     waiting = union((span.start, span.stop) for span in waits)
     under_way = ((bucket.launched, bucket.done) for bucket in buckets)

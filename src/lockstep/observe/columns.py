@@ -212,7 +212,7 @@ class _Values:
         return place
 
 
-class _Pair(NamedTuple):
+class _Item(NamedTuple):
     name: str  # or anything else that is hashed
     value: int
 
@@ -221,7 +221,7 @@ class _Dicts:
     """Dictionaries of numbers: the pairs of each follow one that has their number."""
 
     def __init__(self) -> None:
-        self._pairs = Columns(_Pair, [_Pair("", 0)])  # the empty one
+        self._pairs = Columns(_Item, [_Item("", 0)])  # the empty one
 
     def at(self, place: int) -> dict[Any, int]:
         (names, numbers), (values, _) = self._pairs._columns, self._pairs._values
@@ -234,7 +234,7 @@ class _Dicts:
             return 0
         place = len(self._pairs)
         for name, number in (("", len(value)), *value.items()):
-            self._pairs.append(_Pair(name, number))
+            self._pairs.append(_Item(name, number))
         return place
 
 

@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     mend: str
 
 
-class Trial(NamedTuple):
+class TriedStart(NamedTuple):
     """What happened when ranks were started and met."""
 
     seconds: float  # until all had started, met and ended
@@ -121,15 +121,15 @@ def _noun(kind: str) -> str:
     return "GPU" if kind in _KINDS_OF_GPUS else f"{kind} device"
 
 
-def try_ranks(choice: Choice) -> Trial:
+def try_ranks(choice: Choice) -> TriedStart:
     """Start the ranks, and time an all-reduce of a small and of a large tensor."""
     before = time.perf_counter()
     try:
         by_rank = launch(_time_all_reduces, choice.num_ranks, output="plain")
     except LaunchError as error:
-        return Trial(time.perf_counter() - before, {}, str(error))
+        return TriedStart(time.perf_counter() - before, {}, str(error))
     seconds = time.perf_counter() - before
-    return Trial(seconds, {name: max(each[name] for each in by_rank) for name in _SIZES})
+    return TriedStart(seconds, {name: max(each[name] for each in by_rank) for name in _SIZES})
 
 
 def _time_all_reduces(world: World) -> dict[str, float]:
@@ -148,7 +148,7 @@ def _time_all_reduces(world: World) -> dict[str, float]:
     return found
 
 
-def findings(machine: Machine, choice: Choice, trial: Trial) -> Iterator[Finding]:
+def findings(machine: Machine, choice: Choice, trial: TriedStart) -> Iterator[Finding]:
     """Yield what is wrong, and what is worth knowing."""
     if trial.error:
         yield Finding(
@@ -311,7 +311,7 @@ def _numbers(version: str) -> list[int]:
     return [*map(int, re.findall(r"\d+", version.partition("+")[0])[:2])]
 
 
-def _print(machine: Machine, choice: Choice, trial: Trial, found: Sequence[Finding]) -> None:
+def _print(machine: Machine, choice: Choice, trial: TriedStart, found: Sequence[Finding]) -> None:
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     for name, text in _rows(machine, choice, trial):
@@ -325,7 +325,7 @@ def _print(machine: Machine, choice: Choice, trial: Trial, found: Sequence[Findi
         console.print("[green]Nothing is wrong.[/green]")
 
 
-def _rows(machine: Machine, choice: Choice, trial: Trial) -> Iterator[tuple[str, str]]:
+def _rows(machine: Machine, choice: Choice, trial: TriedStart) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(" ".join(pair) for pair in machine.versions.items())
     yield "cores", f"{machine.num_cores} of {machine.num_host_cores}"
     yield "memory", f"{machine.room_bytes / _GIB:,.1f} GiB are left"

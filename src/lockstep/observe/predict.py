@@ -40,7 +40,7 @@ _FITTED_WAITS = 1500  # more would take seconds
 _NUM_HALVINGS = 8  # of a power of ten, which is 1 %
 
 
-class Network(NamedTuple):
+class Links(NamedTuple):
     """The links between ranks; each rank sends and receives at the same time."""
 
     latency: float  # seconds that a message takes, however small
@@ -56,7 +56,7 @@ class Network(NamedTuple):
         return min(ring, tree)
 
 
-def parse_network(text: str) -> Network:
+def parse_network(text: str) -> Links:
     """Return the network of this name, or of ``LATENCY_US,GBIT``.
 
     Raises:
@@ -70,10 +70,10 @@ def parse_network(text: str) -> Network:
             f"--network {text} isn't known: give the latency of a message in microseconds and the "
             f"bandwidth in Gbit/s, as in 20,25, or one of {', '.join(NETWORKS)}."
         )
-    return Network(latency / 1e6, gigabits * 1e9 / 8)
+    return Links(latency / 1e6, gigabits * 1e9 / 8)
 
 
-_Fit = tuple[float, Network]
+_Fit = tuple[float, Links]
 
 
 def fit(steps: Sequence[Sequence[Collective]]) -> _Fit:
@@ -85,9 +85,7 @@ def fit(steps: Sequence[Sequence[Collective]]) -> _Fit:
     has_latency = max(sizes) > 2 * min(sizes)
 
     def with_latency(in_background: bool, latency: float) -> _Fit:
-        return _least(
-            lambda power: _error(steps, Network(latency, 10**power, in_background)), 5, 13
-        )
+        return _least(lambda power: _error(steps, Links(latency, 10**power, in_background)), 5, 13)
 
     if not has_latency:
         return min(with_latency(True, 0.0), with_latency(False, 0.0))
@@ -107,7 +105,7 @@ def _least(fit_of: Callable[[float], _Fit], first: int, last: int) -> _Fit:
     return min(tried.values())
 
 
-def _error(steps: Sequence[Sequence[Collective]], network: Network) -> _Fit:
+def _error(steps: Sequence[Sequence[Collective]], network: Links) -> _Fit:
     """Return by how much waits end earlier or later than on ``network``, on average."""
     errors = []
     for step in steps:
@@ -119,7 +117,7 @@ def _error(steps: Sequence[Sequence[Collective]], network: Network) -> _Fit:
     return statistics.fmean(errors), network
 
 
-def exposed(timeline: Timeline, network: Network, num_ranks: int, factor: float = 1.0) -> float:
+def exposed(timeline: Timeline, network: Links, num_ranks: int, factor: float = 1.0) -> float:
     """Return for how many seconds of a step a rank waits for transfers, if none comes late."""
     delay = link_is_free = 0.0
     under_way: deque[float] = deque()  # when transfers of buckets will be done
@@ -148,7 +146,7 @@ def expected_maximum(draws: Sequence[float], num_ranks: int) -> float:
     )
 
 
-class Row(NamedTuple):
+class PredictedStep(NamedTuple):
     """A step on some number of ranks, in seconds."""
 
     num_ranks: int
@@ -163,20 +161,20 @@ class Row(NamedTuple):
 class Prediction(NamedTuple):
     """The steps of one run on other numbers of ranks."""
 
-    network: Network
+    network: Links
     is_given: bool  # rather than fitted to the trace
     num_samples: int  # collectives of the trace, to which it is fitted
     fit_error: float  # in seconds, of the ends of their waits
     measured_ranks: int
-    measured: Row  # the run itself, as it was
+    measured: PredictedStep  # the run itself, as it was
     computing_seconds: float  # on an average rank, in the steps that the model is of
-    rows: list[Row]  # as the model has it, that of the trace's number of ranks included
+    rows: list[PredictedStep]  # as the model has it, that of the trace's number of ranks included
 
 
 def predict(
     ranks: Sequence[RankSpans],
     steps: Sequence[Sequence[StepTimes]],
-    network: Network | None = None,
+    network: Links | None = None,
     global_batch: int | None = None,
 ) -> Prediction | None:
     """Predict the steps of a traced run on 2, 4, 8 to 1,024 ranks, and on as many as it had.
@@ -198,7 +196,7 @@ def predict(
     measured = statistics.fmean(length(together) / 1e9 for together in steps)
     differences = _differences(timelines)
 
-    def row(number: int, over: Network) -> Row:
+    def row(number: int, over: Links) -> PredictedStep:
         waiting = sum(part * expected_maximum(draws, number) for part, draws in differences)
         base = _typical(timelines, over, number)
         transfer = base - computing
@@ -206,7 +204,9 @@ def predict(
         same = _typical(timelines, over, number, factor) + waiting
         fits = global_batch is None or number <= global_batch
         seconds = base + waiting
-        return Row(number, seconds, transfer, waiting, computing / seconds, same if fits else None)
+        return PredictedStep(
+            number, seconds, transfer, waiting, computing / seconds, same if fits else None
+        )
 
     computing = _typical(timelines, None, num_ranks)
     is_given = network is not None
@@ -228,7 +228,9 @@ def predict(
         num_samples=num_samples,
         fit_error=error,
         measured_ranks=num_ranks,
-        measured=Row(num_ranks, measured, transfer, waiting, computed / measured, measured),
+        measured=PredictedStep(
+            num_ranks, measured, transfer, waiting, computed / measured, measured
+        ),
         computing_seconds=computing,
         rows=rows,
     )
@@ -236,7 +238,7 @@ def predict(
 
 def _typical(
     timelines: Sequence[Sequence[Timeline]],
-    network: Network | None,
+    network: Links | None,
     num_ranks: int,
     factor: float = 1.0,
 ) -> float:

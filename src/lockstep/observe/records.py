@@ -34,7 +34,7 @@ class Span(NamedTuple):
     num_bytes: int  # of a wait, what this rank gave to the operation
 
 
-class Bucket(NamedTuple):
+class BucketTimes(NamedTuple):
     """The way of one bucket in one step."""
 
     ready: int
@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
     number: int
 
 
-class Batch(NamedTuple):
+class GivenBatch(NamedTuple):
     """What a loader returned at some time: a batch, or that the epoch is over."""
 
     time: int
@@ -70,11 +70,11 @@ class RankSpans(NamedTuple):
     rank: int
     facts: dict[str, Any]
     spans: Sequence[Span]
-    buckets: Sequence[Bucket]
+    buckets: Sequence[BucketTimes]
     logged: Sequence[dict[str, Any]]
     bucket_facts: dict[int, dict[str, Any]]  # by number: index, parameters, bytes
     step_ends: Sequence[StepEnd] = ()
-    batches: Sequence[Batch] = ()
+    batches: Sequence[GivenBatch] = ()
     loaders: dict[int, dict[str, Any]] = {}  # noqa: RUF012  by number: dataset, workers, persistent
 
 
@@ -224,13 +224,13 @@ def _starts(spans: Iterable[Span], names: Sequence[str]) -> array[int]:
     return in_order(span.start for span in spans if span.name in names)
 
 
-def _in_time(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+def _in_time(batches: Sequence[GivenBatch]) -> Iterator[tuple[int, GivenBatch]]:
     """Yield the batches by their times, and the place of each."""
-    for index in as_columns(Batch, batches).order("time"):
+    for index in as_columns(GivenBatch, batches).order("time"):
         yield index, batches[index]
 
 
-def _put_loaders(spans: Columns[Span], batches: Iterable[Batch]) -> None:
+def _put_loaders(spans: Columns[Span], batches: Iterable[GivenBatch]) -> None:
     """Put their loaders to the spans of data."""
     data = spans.order("thread", "stop", places=spans.places("name", "data"))
     threads, stops = spans.column("thread"), spans.column("stop")
@@ -242,7 +242,7 @@ def _put_loaders(spans: Columns[Span], batches: Iterable[Batch]) -> None:
 
 
 def _evaluations(
-    spans: Iterable[Span], batches: Sequence[Batch], trained: Sequence[int]
+    spans: Iterable[Span], batches: Sequence[GivenBatch], trained: Sequence[int]
 ) -> Iterator[Span]:
     """Yield an evaluation for each batch, from its load to what follows."""
     marks = _starts((span for span in spans if not span.thread), _ENDS_EVALUATION)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lockstep.observe.analysis import StepTimes
 from lockstep.observe.columns import Chosen
-from lockstep.observe.predict import Network, Prediction, Row
+from lockstep.observe.predict import Links, PredictedStep, Prediction
 from lockstep.observe.quantities import duration, in_three_digits
 from lockstep.observe.records import LoaderUse, RankSpans, StepEnd, loader_uses
 from lockstep.observe.summary import length
@@ -224,7 +224,7 @@ def scaling(
     return Section("Scaling", note, _SCALING, rows)
 
 
-def _scaled(label: str, row: Row, one_rank: float) -> list[str]:
+def _scaled(label: str, row: PredictedStep, one_rank: float) -> list[str]:
     same = row.same_batch_seconds
     return [
         label,
@@ -246,7 +246,7 @@ def _assumed(found: Prediction) -> str:
     )
 
 
-def _in_words(network: Network) -> str:
+def _in_words(network: Links) -> str:
     speed = f"{network.bandwidth * 8 / 1e9:,.4g} Gbit/s"
     if not math.isfinite(network.bandwidth) or network.bandwidth > 1e12:
         speed = "a bandwidth that doesn't matter here"

@@ -17,7 +17,7 @@ from lockstep.observe.analysis import (
     spans_within,
 )
 from lockstep.observe.columns import Chosen
-from lockstep.observe.records import Bucket, RankSpans, Span
+from lockstep.observe.records import BucketTimes, RankSpans, Span
 
 # More would change the result little. What is computed of a span takes more than it in a file.
 _MAX_STEPS, _MAX_SPANS = 64, 1 << 14
@@ -129,7 +129,7 @@ def rank_steps(
     return found
 
 
-def _rank_step(times: StepTimes, of_step: Chosen[Span], buckets: Iterable[Bucket]) -> RankStep:
+def _rank_step(times: StepTimes, of_step: Chosen[Span], buckets: Iterable[BucketTimes]) -> RankStep:
     spans = [*outside_of_evaluations(spans_within(of_step, times.start, times.stop))]
     waits = [span for span in spans if span.name == "wait"]
     stops = [wait.stop for wait in waits]

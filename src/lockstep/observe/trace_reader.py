@@ -22,8 +22,8 @@ from lockstep.observe.columns import Columns, Rows
 from lockstep.observe.records import (
     MOST_BUCKETS,
     MOST_LOADERS,
-    Batch,
-    Bucket,
+    BucketTimes,
+    GivenBatch,
     RankSpans,
     Span,
     StepEnd,
@@ -200,10 +200,10 @@ class _Reader:
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {"offset": 0, "bound": 0}
-        self._spans, self._buckets = Columns(Span), Columns(Bucket)
+        self._spans, self._buckets = Columns(Span), Columns(BucketTimes)
         self._logged = _Logged()
         self._bucket_facts: dict[int, dict[str, Any]] = {}
-        self._step_ends, self._batches = Columns(StepEnd), Columns(Batch)
+        self._step_ends, self._batches = Columns(StepEnd), Columns(GivenBatch)
         self._loaders: dict[int, dict[str, Any]] = {}
         self._words: dict[str, str] = {}  # each that comes often, once
         self._num_lines = self._num_bytes = 0
@@ -225,11 +225,11 @@ class _Reader:
         if name == "bucket":
             ready, launched, done, step, number = _numbers(words, 5)
             which = _whole(step), _below(number, MOST_BUCKETS)
-            self._buckets.append(Bucket(ready, launched, done, *which))
+            self._buckets.append(BucketTimes(ready, launched, done, *which))
         elif name == "batch":
             time, step, thread, loader, samples, flag = _numbers(words, 6)
             where = _whole(step), _whole(thread), _below(loader, MOST_LOADERS)
-            self._batches.append(Batch(time, *where, _whole(samples + 1) - 1, bool(flag)))
+            self._batches.append(GivenBatch(time, *where, _whole(samples + 1) - 1, bool(flag)))
         else:
             if len(words) != 6:
                 raise ValueError(f"it has {len(words) + 1} words, and a span has 7")

@@ -25,7 +25,7 @@ from lockstep.optim.flat import FlatParameters, shares_memory, with_memory_of_ot
 from lockstep.optim.known import ELEMENTWISE, KNOWN, updating_class
 from lockstep.optim.partial import state_to_come
 from lockstep.optim.repeats import Repeats
-from lockstep.optim.shard import MASTER, Shard, make_shards
+from lockstep.optim.shard import MASTER, OptimizerShard, make_shards
 from lockstep.optim.state import LocalState, gather_state, local_states, put_state
 from lockstep.optim.whole import whole_parameters
 
@@ -37,7 +37,7 @@ _CAP_BYTES = 25 * MIB
 GroupsOf = Callable[[Sequence[nn.Parameter]], Sequence[dist.ProcessGroup | None]]
 
 
-class Options(NamedTuple):
+class DivisionOptions(NamedTuple):
     """How an optimizer is to be divided."""
 
     groups_of: GroupsOf
@@ -59,7 +59,7 @@ class Division:
         state: The optimizer's state, once it has been set.
     """
 
-    def __init__(self, optimizer: Optimizer, options: Options) -> None:
+    def __init__(self, optimizer: Optimizer, options: DivisionOptions) -> None:
         self._optimizer, self._master_dtype = optimizer, options.master_dtype
         groups = optimizer.param_groups
         number = in_order(groups)
@@ -74,7 +74,7 @@ class Division:
         keeps_whole = type(optimizer) not in ELEMENTWISE
         make = whole_parameters if keeps_whole else make_shards
         self.flats: list[FlatParameters] = []
-        self.shards: list[Shard] = []
+        self.shards: list[OptimizerShard] = []
         for (process_group, *_), alike in together.items():
             finish_failed(process_group)
             self._check_same(process_group, alike, [number[parameter] for parameter in alike])

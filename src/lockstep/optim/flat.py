@@ -37,7 +37,7 @@ from lockstep.torch_private import storage_use_count
 _NOTE_BYTES = 8
 
 
-class Progress(Enum):
+class BlockProgress(Enum):
     """How far the update of a rank's block is."""
 
     BEFORE = 0
@@ -269,11 +269,11 @@ class FlatParameters:
             started = start_all_gather_in_place(self.group, self._memory)
             Arrival(started, self.parameters, note_error)
 
-    def progress(self) -> set[Progress]:
+    def progress(self) -> set[BlockProgress]:
         """Return how far the ranks are in an update that has failed on this rank."""
         if self._copy is None:
-            return {Progress.IN_THE_MIDST}
-        return {Progress(note - 2 * self._num_updates) for note in self._notes}
+            return {BlockProgress.IN_THE_MIDST}
+        return {BlockProgress(note - 2 * self._num_updates) for note in self._notes}
 
 
 def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:

@@ -43,7 +43,7 @@ _SCALES = [1.0] * 10 + [2.0**-12, 2.0**9, 1.0, 1.0, 2.0**-4, 2.0**5]
 _FIRST_WITHOUT = 3
 
 
-class Outcome(StrEnum):
+class Treatment(StrEnum):
     """What to do with an optimizer that was tried."""
 
     DIVIDE = "divide"
@@ -55,14 +55,14 @@ class Verdict(NamedTuple):
     """What a trial has found.
 
     Attributes:
-        outcome: What to do.
+        treatment: What to do.
         reason: Why it isn't divided, as a clause.
         may_draw: Whether a step may draw random numbers.
         updates_all: Whether a step may update a parameter that has no gradient.
         drops_gradients: Whether each step sets all gradients to None.
     """
 
-    outcome: Outcome
+    treatment: Treatment
     reason: str = ""
     may_draw: bool = False
     updates_all: bool = False
@@ -102,21 +102,21 @@ def probe(
         with _undisturbed(optimizer), collectives_refused() as called:
             found = _try_twice(trial, is_fine=dtypes == {torch.float64})
     except Exception as error:  # the other ranks wait for a verdict
-        return Verdict(Outcome.UNDIVIDED, f"it can't be tried ({_told(error)})", may_draw=True)
+        return Verdict(Treatment.UNDIVIDED, f"it can't be tried ({_told(error)})", may_draw=True)
     if called:
         reason = f"its steps call {called[0]}(), in which ranks meet"
-        return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
+        return Verdict(Treatment.UNDIVIDED, reason, may_draw=True)
     return found
 
 
 def _try_twice(trial: Callable[[torch.dtype | None, int], Verdict], *, is_fine: bool) -> Verdict:
     """Try it in float64, and in its own dtype, which ``is_fine`` if it is float64 already."""
-    fine = Verdict(Outcome.UNDIVIDED)
+    fine = Verdict(Treatment.UNDIVIDED)
     if not is_fine:
         fine = trial(torch.float64, _NUM_STEPS)
-    if fine.outcome is Outcome.REFUSE:
+    if fine.treatment is Treatment.REFUSE:
         return fine
-    num_steps = _NUM_STEPS_IN_ITS_DTYPE if fine.outcome is Outcome.DIVIDE else _NUM_STEPS
+    num_steps = _NUM_STEPS_IN_ITS_DTYPE if fine.treatment is Treatment.DIVIDE else _NUM_STEPS
     found = trial(None, num_steps)
     if fine.reason and not fine.may_draw:  # told; and it may draw in its own dtype alone
         return fine._replace(may_draw=found.may_draw)
@@ -170,17 +170,17 @@ def _try(
             trial = _Trial(optimizer, groups_by_rank, dtype, leaves_out=leaves_out)
             trial.run(num_steps)
             return Verdict(
-                Outcome.DIVIDE,
+                Treatment.DIVIDE,
                 updates_all=trial.updates_all,
                 drops_gradients=bool(trial.drops_gradients),
             )
         except _Refused as found:
-            return Verdict(Outcome.REFUSE, str(found))
+            return Verdict(Treatment.REFUSE, str(found))
         except _Told as found:
             may_draw = trial is None or trial.draws_in(num_steps)
-            return Verdict(Outcome.UNDIVIDED, str(found), may_draw=may_draw)
+            return Verdict(Treatment.UNDIVIDED, str(found), may_draw=may_draw)
         except _NotTried as found:
-            verdict = Verdict(Outcome.UNDIVIDED, str(found), may_draw=True)
+            verdict = Verdict(Treatment.UNDIVIDED, str(found), may_draw=True)
     return verdict
 
 

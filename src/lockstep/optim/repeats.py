@@ -28,7 +28,7 @@ from lockstep.optim.blocks import Piece
 from lockstep.optim.differences import differing_names, have_same_bits, numbers_of
 from lockstep.optim.divided import DividedState, State
 from lockstep.optim.flat import FlatParameters
-from lockstep.optim.shard import LocalGroup, Shard
+from lockstep.optim.shard import LocalGroup, OptimizerShard
 from lockstep.optim.state import decoded, encoded, put_state
 from lockstep.optim.whole import WholeParameter
 from lockstep.world import is_capturing
@@ -196,7 +196,7 @@ class Repeats:
         self,
         optimizer: Optimizer,
         flats: Sequence[FlatParameters],
-        shards: Sequence[Shard],
+        shards: Sequence[OptimizerShard],
         groups: Mapping[nn.Parameter, int],
         master_dtype: torch.dtype | None,
     ) -> None:

@@ -23,7 +23,7 @@ MASTER = "master"
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
-class Shard:
+class OptimizerShard:
     """Consecutive elements of a flat memory, which the optimizer updates as one tensor.
 
     Their parameters are in one group of the optimizer, and have always had gradients in the same
@@ -131,7 +131,9 @@ class Shard:
         start = self.flat.offset_of(piece) - self._start
         return slice(start, start + piece.stop - piece.start)
 
-    def split(self, key: Callable[[int], Hashable], state: MutableMapping[Any, Any]) -> list[Shard]:
+    def split(
+        self, key: Callable[[int], Hashable], state: MutableMapping[Any, Any]
+    ) -> list[OptimizerShard]:
         """Split it, and its state in ``state``, between parameters with different keys.
 
         ``key`` takes the index of a parameter.
@@ -139,7 +141,7 @@ class Shard:
         parts = [list(part) for _, part in groupby(self.pieces, lambda piece: key(piece.parameter))]
         if len(parts) == 1:
             return [self]
-        shards = [Shard(self.flat, part, self.group, self._master_dtype) for part in parts]
+        shards = [OptimizerShard(self.flat, part, self.group, self._master_dtype) for part in parts]
         whole = state.pop(self.tensor, None)
         for shard in shards:
             first, last = self.place_of(shard.pieces[0]), self.place_of(shard.pieces[-1])
@@ -160,7 +162,7 @@ class LocalGroup(NamedTuple):
     """What a rank updates of a group: tensors with gradients, and shards with unsummed ones."""
 
     summed: list[torch.Tensor]
-    unsummed: list[tuple[Shard, UnsummedBucket]]
+    unsummed: list[tuple[OptimizerShard, UnsummedBucket]]
 
 
 class GroupsByShard(list[dict[str, Any]]):
@@ -209,13 +211,13 @@ def is_by_element(flat: FlatParameters, owner: torch.Tensor, name: str, value: o
 
 def make_shards(
     flat: FlatParameters, groups: Sequence[int], master_dtype: torch.dtype | None
-) -> list[Shard]:
+) -> list[OptimizerShard]:
     """Cut this rank's part of ``flat`` into shards; ``groups`` has each parameter's group."""
 
-    def shard_of(pieces: Sequence[Piece]) -> Shard:
-        return Shard(flat, pieces, groups[pieces[0].parameter], master_dtype)
+    def shard_of(pieces: Sequence[Piece]) -> OptimizerShard:
+        return OptimizerShard(flat, pieces, groups[pieces[0].parameter], master_dtype)
 
-    shards: list[Shard] = []
+    shards: list[OptimizerShard] = []
     together: list[Piece] = []
     numel = 0
     for parameter, begin, end in flat.pieces:

@@ -15,7 +15,7 @@ from lockstep.comm import ALONE
 from lockstep.errors import AlreadyParallel, ModelError
 from lockstep.nn import are_parallel, groups_of, refuse_in_shard
 from lockstep.optim.methods import names_used
-from lockstep.optim.probe import Outcome
+from lockstep.optim.probe import Treatment
 from lockstep.optim.sharding import Sharding
 from lockstep.optim.undivided import draw_alike, is_undivided, leave_undivided
 from lockstep.optim.verdict import Undivided, judge
@@ -182,7 +182,7 @@ def shard_optimizer(
         )
     groups = [*dict.fromkeys(filter(None, groups_of(parameters)))]
     verdict = judge(optimizer, groups, undivided) if groups else None
-    if verdict is not None and verdict.outcome is Outcome.DIVIDE:
+    if verdict is not None and verdict.treatment is Treatment.DIVIDE:
         Sharding(
             optimizer,
             groups_of,

@@ -22,20 +22,20 @@ from lockstep.errors import CollectiveFailed, ModelError
 from lockstep.grad import ScatteredBucket, lacks_gradient
 from lockstep.nn import finish_failed, refresh_engines_of
 from lockstep.optim.divided import State
-from lockstep.optim.division import Division, GroupsOf, Options
-from lockstep.optim.flat import FlatParameters, Progress
+from lockstep.optim.division import Division, DivisionOptions, GroupsOf
+from lockstep.optim.flat import BlockProgress, FlatParameters
 from lockstep.optim.in_shards import refuse_other_bits
 from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state
-from lockstep.optim.shard import GroupsByShard, LocalGroup, Shard
+from lockstep.optim.shard import GroupsByShard, LocalGroup, OptimizerShard
 from lockstep.optim.state import LocalState, local_states, stand_ins
 from lockstep.optim.uneven import take_gradients, take_options
 
 _PROGRESS = {
-    Progress.BEFORE: "they are still those of the step before.",
-    Progress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from a "
-    "checkpoint.",
-    Progress.DONE: "they are those of this step now.",
+    BlockProgress.BEFORE: "they are still those of the step before.",
+    BlockProgress.IN_THE_MIDST: "some are of this step now and some of the one before. Go on from "
+    "a checkpoint.",
+    BlockProgress.DONE: "they are those of this step now.",
 }
 _WRONG = (
     "{0} can't be divided among the ranks, which its trial has not shown: in step {1} since it was "
@@ -75,7 +75,7 @@ class Sharding:
     ) -> None:
         self._optimizer, self._is_joinable = optimizer, is_joinable
         self._updates_all, self._drops_gradients = updates_all, drops_gradients
-        self._options = Options(groups_of, master_dtype, overlaps)
+        self._options = DivisionOptions(groups_of, master_dtype, overlaps)
         # Not the code that torch.compile() made of it, which takes no list of another class.
         original_step: Any = optimizer.step
         self._original_step = getattr(original_step, "_torchdynamo_orig_callable", original_step)
@@ -254,7 +254,9 @@ class Sharding:
         self._division.state.set_marked(False)
         self._optimizer.param_groups = GroupsByShard(groups, parts)
 
-    def _take_gradients(self, flat: FlatParameters, parts: list[LocalGroup]) -> list[Shard]:
+    def _take_gradients(
+        self, flat: FlatParameters, parts: list[LocalGroup]
+    ) -> list[OptimizerShard]:
         """Set the gradients of this rank's shards of ``flat``, and return the shards.
 
         Their tensors are added to ``parts``, by param_group; of gradients that are unsummed in
@@ -328,7 +330,7 @@ class Sharding:
     def _tell_progress(self, error: CollectiveFailed) -> None:
         """Note in ``error`` how far the update of the parameters is."""
         progress = {each for flat in self._division.flats for each in flat.progress()}
-        told = _PROGRESS[progress.pop() if len(progress) == 1 else Progress.IN_THE_MIDST]
+        told = _PROGRESS[progress.pop() if len(progress) == 1 else BlockProgress.IN_THE_MIDST]
         error.add_note(
             f"It was in a step of {type(self._optimizer).__name__}, in which the ranks update "
             f"parameters together: {told}"

@@ -17,7 +17,7 @@ from lockstep.comm import all_gather_in_place, all_gather_json, bytes_of
 from lockstep.optim.divided import State
 from lockstep.optim.flat import FlatParameters, elements_of
 from lockstep.optim.partial import elements_from
-from lockstep.optim.shard import MASTER, Shard, is_by_element, update_dtype
+from lockstep.optim.shard import MASTER, OptimizerShard, is_by_element, update_dtype
 from lockstep.tree import Collector, Header, decode, from_flat
 
 
@@ -30,7 +30,9 @@ class LocalState(NamedTuple):
     once: dict[str, Any]  # all other state, such as the number of steps
 
 
-def local_states(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterator[LocalState]:
+def local_states(
+    shards: Iterable[OptimizerShard], state: Mapping[Any, State]
+) -> Iterator[LocalState]:
     """Yield this rank's part of the state, by shard and parameter."""
     for shard in shards:
         held = shard.state_in(state) or {}
@@ -47,7 +49,7 @@ def local_states(shards: Iterable[Shard], state: Mapping[Any, State]) -> Iterato
 
 
 def gather_state(
-    flat: FlatParameters, shards: Sequence[Shard], state: Mapping[Any, State]
+    flat: FlatParameters, shards: Sequence[OptimizerShard], state: Mapping[Any, State]
 ) -> dict[torch.Tensor, State]:
     """Return the state of those parameters of ``flat`` that have any.
 
@@ -117,8 +119,8 @@ def stand_ins(
 
 
 def put_state(
-    shard: Shard, whole: Mapping[Any, State], state: MutableMapping[Any, State]
-) -> list[Shard]:
+    shard: OptimizerShard, whole: Mapping[Any, State], state: MutableMapping[Any, State]
+) -> list[OptimizerShard]:
     """Copy the part of ``shard`` from ``whole``, the state of parameters, to ``state``.
 
     Returns the shard; or parts of it, if its parameters differ in state that they have once, such

@@ -17,7 +17,7 @@ from lockstep.errors import ModelError
 from lockstep.optim.blocks import in_order, keep_whole, owners_of
 from lockstep.optim.known import KNOWN, known_base
 from lockstep.optim.methods import names_used
-from lockstep.optim.probe import Outcome, Verdict, probe
+from lockstep.optim.probe import Treatment, Verdict, probe
 
 # Functions of torch.distributed by which ranks give each other what one of them has computed.
 _DIVIDING = {
@@ -46,12 +46,12 @@ def judge(
     if undivided not in get_args(Undivided):
         raise ValueError(refusal("undivided", undivided, '"warn", "error" or "always"'))
     if undivided == "always":
-        return Verdict(Outcome.UNDIVIDED, may_draw=type(optimizer) not in KNOWN)
+        return Verdict(Treatment.UNDIVIDED, may_draw=type(optimizer) not in KNOWN)
     if type(optimizer) in KNOWN:
-        return Verdict(Outcome.DIVIDE)
+        return Verdict(Treatment.DIVIDE)
     verdict, kind = _tried(optimizer, groups), type(optimizer).__name__
     told = f"{kind} can't be divided among the ranks: {verdict.reason}."
-    if verdict.outcome is Outcome.REFUSE or (verdict.reason and undivided == "error"):
+    if verdict.treatment is Treatment.REFUSE or (verdict.reason and undivided == "error"):
         raise ModelError(told)
     if verdict.reason and groups[0].rank() == 0:
         warnings.warn(
@@ -69,15 +69,15 @@ def _tried(optimizer: Optimizer, groups: Sequence[dist.ProcessGroup]) -> Verdict
         reason = (
             f"its steps may call {calls[0]}(), by which they divide work among ranks themselves"
         )
-        return Verdict(Outcome.UNDIVIDED, reason, may_draw=True)
+        return Verdict(Treatment.UNDIVIDED, reason, may_draw=True)
     verdict = None
     if any(group.rank() == 0 for group in groups):
         groups_by_rank = {has for each in groups for has in _groups_by_rank(optimizer, each.size())}
         in_parts = known_base(type(optimizer)) is None
         verdict = probe(optimizer, groups_by_rank, in_parts=in_parts)
     found = [Verdict(*all_gather_json(group, verdict)[0]) for group in groups]
-    found = [each._replace(outcome=Outcome(each.outcome)) for each in found]
-    return max(found, key=lambda each: [*Outcome].index(each.outcome))
+    found = [each._replace(treatment=Treatment(each.treatment)) for each in found]
+    return max(found, key=lambda each: [*Treatment].index(each.treatment))
 
 
 def _groups_by_rank(optimizer: Optimizer, num_ranks: int) -> list[frozenset[int]]:

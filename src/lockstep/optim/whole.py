@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.grad import gradient_of, set_gradient, unsummed_bucket_of, view_like
 from lockstep.optim.blocks import Piece
 from lockstep.optim.flat import FlatParameters
-from lockstep.optim.shard import Shard
+from lockstep.optim.shard import OptimizerShard
 
 
-class WholeParameter(Shard):
+class WholeParameter(OptimizerShard):
     """A parameter of a memory that keeps parameters whole.
 
     The optimizer updates the program's own object: with its attributes, a copy of its gradient or
@@ -89,7 +89,7 @@ class WholeParameter(Shard):
 
 def whole_parameters(
     flat: FlatParameters, groups: Sequence[int], master_dtype: torch.dtype | None
-) -> list[Shard]:
+) -> list[OptimizerShard]:
     """Return the parameters of ``flat`` that this rank updates; ``groups`` has each one's group."""
     return [
         WholeParameter(flat, [piece], groups[piece.parameter], master_dtype)

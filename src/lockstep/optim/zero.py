@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.arguments import divided_by_torch, refusal
 from lockstep.comm import global_rank
-from lockstep.optim.probe import Outcome
+from lockstep.optim.probe import Treatment
 from lockstep.optim.sharding import Sharding
 from lockstep.optim.undivided import draw_alike
 from lockstep.optim.verdict import judge
@@ -44,7 +44,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
         process_group: The ranks; by default all of ``lockstep.init()``.
         parameters_as_bucket_view: Without effect: parameters always lie side by side in one memory.
         overlap_with_ddp: Must be False.
-        defaults: Options of ``optimizer_class``.
+        defaults: DivisionOptions of ``optimizer_class``.
 
     Raises:
         TypeError: If ``optimizer_class`` isn't a class of optimizers.
@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(_TorchZeRO):
 
     def _divide(self, group: dist.ProcessGroup) -> None:
         verdict = judge(self.optim, [group])
-        if verdict.outcome is Outcome.DIVIDE:
+        if verdict.treatment is Treatment.DIVIDE:
             self._sharding = Sharding(
                 self.optim,
                 lambda ps: [group] * len(ps),

@@ -15,7 +15,7 @@ from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
 from lockstep.resume.checkpoints import STATE, Checkpoints
 from lockstep.resume.epochs import Epochs, Numbers
-from lockstep.resume.pace import Pace
+from lockstep.resume.pace import SnapshotPace
 from lockstep.resume.run import Steps
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ def steps(
     if path is not None:
         folder = Path(path).absolute()
         checkpoints = Checkpoints(folder, ranks, things, save_every, keep)
-    pace = Pace(ranks.group, snapshot_every)
+    pace = SnapshotPace(ranks.group, snapshot_every)
     found = Steps[Any](ranks, batches, things, checkpoints, pace)
     found.resume(seed, math.inf if num_steps is None else num_steps)
     return found

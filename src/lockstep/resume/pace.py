@@ -33,7 +33,7 @@ class Agreed(NamedTuple):
     exchange_every: int
 
 
-class Pace:
+class SnapshotPace:
     """Measures steps, snapshots and exchanges of this rank, and asks the others.
 
     Args:

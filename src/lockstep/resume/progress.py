@@ -13,7 +13,7 @@ from lockstep.nn import expect_gradient_orders, gradient_orders
 Flags = dict[str, str]
 
 
-class Modes:
+class ModulesModes:
     """Which modules among ``things`` are training, and which parameters frozen.
 
     No state dict has that, and steps may change it.
@@ -76,7 +76,7 @@ class Progress:
         self.batches, self._num_ranks = batches, num_ranks
         self.num_done, self.seed = 0, 0
         self.best: float | None = None
-        self._modes = Modes(things)
+        self._modes = ModulesModes(things)
         self._modules = [unwrapped(each) for each in things.values() if isinstance(each, nn.Module)]
 
     def _parameters(self) -> list[nn.Parameter]:

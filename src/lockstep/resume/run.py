@@ -24,7 +24,7 @@ from lockstep.resume.accumulation import Accumulation
 from lockstep.resume.checkpoints import Checkpoints
 from lockstep.resume.copies import Copies
 from lockstep.resume.newest import key_of, load_newest
-from lockstep.resume.pace import Agreed, Pace
+from lockstep.resume.pace import Agreed, SnapshotPace
 from lockstep.resume.progress import Progress
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
@@ -91,7 +91,7 @@ class Steps(Generic[T]):
         batches: Any,
         things: dict[str, Any],
         checkpoints: Checkpoints | None,
-        pace: Pace,
+        pace: SnapshotPace,
     ) -> None:
         self._ranks, self._batches, self._things = ranks, batches, things
         self._checkpoints, self._pace = checkpoints, pace

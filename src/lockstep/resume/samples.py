@@ -7,7 +7,7 @@ import zlib
 
 import torch
 
-from lockstep.checkpoint import Plan
+from lockstep.checkpoint import SnapshotPlan
 from lockstep.comm import bytes_of
 from lockstep.torch_private import _foreach_copy_
 
@@ -18,7 +18,7 @@ _PREFIX = struct.Struct("=8sIqq")  # magic bytes, a checksum of the rest, the st
 _MAGIC = b"samples\n"
 
 
-class Samples:
+class Excerpts:
     """Some elements of each tensor of a plan, from all over the tensor.
 
     Args:
@@ -26,7 +26,7 @@ class Samples:
         late: Whether only of what the steps of optimizers alone change.
     """
 
-    def __init__(self, plan: Plan, *, late: bool = False) -> None:
+    def __init__(self, plan: SnapshotPlan, *, late: bool = False) -> None:
         self.plan = plan
         placed = (plan.late if late else plan.placed)[:_MOST_TENSORS]
         self._keys = [key for key, *_ in placed]
@@ -56,7 +56,7 @@ class Samples:
         return next((k for k, is_other in zip(self._keys, differ, strict=True) if is_other), None)
 
 
-def room_for(plan: Plan) -> int:
+def room_for(plan: SnapshotPlan) -> int:
     """Return how many bytes a record of a plan's samples takes."""
     return _PREFIX.size + min(len(plan.placed), _MOST_TENSORS) * _BYTES
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.checkpoint import Live, Plan, Snapshot, merged
+from lockstep.checkpoint import LiveThings, Snapshot, SnapshotPlan, merged
 from lockstep.comm import bytes_of, check_room
 from lockstep.errors import SharedMemoryFull
 from lockstep.launcher import SnapshotHeader, SnapshotMemory
 from lockstep.resume.checkpoints import LOADER
-from lockstep.resume.samples import Samples, read_record, room_for, write_record
+from lockstep.resume.samples import Excerpts, read_record, room_for, write_record
 from lockstep.torch_private import _foreach_copy_
 
 # From this size on, a thread copies what only an optimizer's step changes.
@@ -52,19 +52,19 @@ class Snapshots:
     ) -> None:
         self._memory, self._things = memory, things
         self.key, self._rank, self._path = key, rank, path
-        self._live = Live(things)
-        self._layout: tuple[Plan | None, bytes] = (None, b"")
-        self._targets: dict[int, tuple[Any, Plan, list[list[torch.Tensor]]]] = {}
+        self._live = LiveThings(things)
+        self._layout: tuple[SnapshotPlan | None, bytes] = (None, b"")
+        self._targets: dict[int, tuple[Any, SnapshotPlan, list[list[torch.Tensor]]]] = {}
         self._sources: list[list[torch.Tensor]] = []  # those copied at once, and late
         self._slot = 0  # the one to write next
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._thread_seconds = 0.0
         self._versions: list[int] = []  # of what the thread copies
-        self._copied: tuple[Samples, bytes] | None = None  # of that too
+        self._copied: tuple[Excerpts, bytes] | None = None  # of that too
         self._copies_at_once = False
         self._is_first = True
-        self._samples: Samples | None = None
+        self._samples: Excerpts | None = None
         self._taken: tuple[int, int, int] | None = None  # the last one's step, slot, and end there
         self._expected: tuple[int, bytes] | None = None  # samples after a step
         self._more_seconds = 0.0
@@ -138,7 +138,7 @@ class Snapshots:
         rest = {n: t for n, t in self._things.items() if n not in self._live.names}
         if loader_state is not None:
             rest[LOADER] = loader_state
-        changing = Plan(rest, live.num_bytes)
+        changing = SnapshotPlan(rest, live.num_bytes)
         text = json.dumps(
             {"layout": changing.layout, "options": self._live.options(), "values": values}
         ).encode()
@@ -164,7 +164,7 @@ class Snapshots:
         if live.late_bytes >= _THREAD_BYTES and not self._copies_at_once:
             self._versions = _versions(self._sources[1])
             if self._copied is None or self._copied[0].plan is not live:
-                self._copied = Samples(live, late=True), b""
+                self._copied = Excerpts(live, late=True), b""
             self._copied = self._copied[0], self._copied[0].take()
             self._thread = threading.Thread(
                 target=self._finish, args=(slot, live, tensors, memory, header), daemon=True
@@ -196,7 +196,7 @@ class Snapshots:
         self.join()
         plan = self._live.update()
         if self._samples is None or self._samples.plan is not plan:
-            self._samples = Samples(plan)
+            self._samples = Excerpts(plan)
         found = self._samples.take()
         if follows and self._taken is not None:
             _, slot, end = self._taken
@@ -215,7 +215,13 @@ class Snapshots:
         return self._memory.room(slot, num_bytes)
 
     def _copy(
-        self, slot: int, live: Plan, tensors: torch.Tensor, memory: memoryview, *, late: bool
+        self,
+        slot: int,
+        live: SnapshotPlan,
+        tensors: torch.Tensor,
+        memory: memoryview,
+        *,
+        late: bool,
     ) -> None:
         known = self._targets.get(slot)
         if known is None or known[0] is not memory.obj or known[1] is not live:
@@ -232,7 +238,7 @@ class Snapshots:
                 _foreach_copy_(known[2][late], self._sources[late])
 
     def _finish(
-        self, slot: int, live: Plan, tensors: torch.Tensor, memory: memoryview, header: Any
+        self, slot: int, live: SnapshotPlan, tensors: torch.Tensor, memory: memoryview, header: Any
     ) -> None:
         start = time.thread_time()
         try:

@@ -14,7 +14,7 @@ from lockstep.comm import all_gather, broadcast_tensors
 from lockstep.errors import ModelError
 
 
-class _Slot(NamedTuple):
+class _SlotOfStep(NamedTuple):
     """An attribute of a module that holds a buffer, its value when the step began, and its policy.
 
     The program may put another tensor there at any time.
@@ -40,7 +40,7 @@ class BuffersOfStep:
     """
 
     def __init__(self, module: nn.Module, policy_of: Callable[[str], str]) -> None:
-        self._slots: list[_Slot] = []
+        self._slots: list[_SlotOfStep] = []
         found: set[int] = set()
         for path, each in module.named_modules():
             for attribute, tensor in each._buffers.items():
@@ -48,7 +48,7 @@ class BuffersOfStep:
                     found.add(id(tensor))
                     name = f"{path}.{attribute}" if path else attribute
                     before = tensor.detach().clone()
-                    slot = _Slot(each, attribute, name, policy_of(name), tensor, before)
+                    slot = _SlotOfStep(each, attribute, name, policy_of(name), tensor, before)
                     self._slots.append(slot)
         # By shard and number of the buffer, those that the shard has changed.
         self._after: dict[int, dict[int, torch.Tensor]] = {}
@@ -168,13 +168,13 @@ class BuffersOfStep:
         return self._after.get(shard, {}).get(number, self._slots[number].before)
 
     @staticmethod
-    def _is_as_before(slot: _Slot) -> bool:
+    def _is_as_before(slot: _SlotOfStep) -> bool:
         # Not by the tensor's version, which BatchNorm leaves as it is.
         now = slot.module._buffers.get(slot.attribute)
         return now is slot.tensor and _have_same_bits(now, slot.before)
 
     @staticmethod
-    def _put(slot: _Slot, value: torch.Tensor) -> None:
+    def _put(slot: _SlotOfStep, value: torch.Tensor) -> None:
         """Let the tensor that was there when the step began be there, with ``value``.
 
         Autograd notices, and refuses a backward that needs what was there.

@@ -48,7 +48,7 @@ def _on_any(digits: Sequence[str]) -> list[bool]:
     return ["1" in its for its in zip(*digits, strict=True)]
 
 
-class Facts:
+class FactsOfStep:
     """What all ranks have told of a step.
 
     Attributes:

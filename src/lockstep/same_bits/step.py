@@ -30,7 +30,7 @@ from lockstep.same_bits.between_steps import (
     fingerprint_of,
     use_threads,
 )
-from lockstep.same_bits.facts import Facts, as_digits, exchanged
+from lockstep.same_bits.facts import FactsOfStep, as_digits, exchanged
 from lockstep.same_bits.local_step import LocalStep
 from lockstep.same_bits.refusals import check
 from lockstep.same_bits.sums import Gradients, shards_of
@@ -248,7 +248,7 @@ class Shards:
         nodes = local.nodes()
         mine, kept = self._facts(local, nodes), self._state.context.get(StepsOfModel)
         self._has_told = True
-        facts = Facts(exchanged(self._group, mine), self._group)
+        facts = FactsOfStep(exchanged(self._group, mine), self._group)
         with torch.no_grad():
             if self._group is None:
                 (total,) = nodes.values()

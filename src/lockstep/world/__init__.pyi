@@ -19,7 +19,7 @@ from .environment import quiet_environment as quiet_environment
 from .environment import rank_environment as rank_environment
 from .environment import restart_environment as restart_environment
 from .environment import restarts_of as restarts_of
-from .facts import Kept as Kept
+from .facts import KeptInStep as KeptInStep
 from .facts import Sample as Sample
 from .facts import parameters_of as parameters_of
 from .facts import samples_of as samples_of

@@ -32,7 +32,7 @@ from lockstep.entries import has_room_for, value_in
 from lockstep.torch_private import _get_default_store
 from lockstep.world.devices import is_capturing
 from lockstep.world.facts import (
-    Kept,
+    KeptInStep,
     checksums_of,
     first_difference,
     options_of,
@@ -52,7 +52,7 @@ _NUM_SLOTS, _LAST_LOOK = 4, -1
 _MAX_STEPS, _MOST_STEPS = 8, 1024
 
 # Each returns what keeps parameters of an optimizer in step, of those things that it knows.
-keepers: list[Callable[[Optimizer], Iterable[Kept]]] = []
+keepers: list[Callable[[Optimizer], Iterable[KeptInStep]]] = []
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Sample(NamedTuple):
     tolerance: float
 
 
-class Kept(NamedTuple):
+class KeptInStep(NamedTuple):
     """What keeps parameters of an optimizer in step.
 
     Attributes:
