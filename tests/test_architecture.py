@@ -80,10 +80,10 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_345,
-        "world": 2_849,
+        "world": 2_856,
         "grad": 3_504,
         "nn": 8_527,
-        "launcher": 6_422,
+        "launcher": 6_460,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

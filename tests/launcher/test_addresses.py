@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -179,15 +180,60 @@ def test_host_with_an_address_hears_that_host_0_is_on_loopback(bench: Bench) -> 
             assert told in ended[1][2]
 
 
-def test_name_that_each_host_has_for_itself_is_told(bench: Bench) -> None:
-    """Each listens, as host 0 of that name may know itself on loopback alone, and waits."""
+# How each host is called, its lines of /etc/hosts, and the endpoint, which means, on each, itself.
+ITSELF = {
+    "each knows the first one's name": (("first", "second"), "127.0.1.1 first\n", "first"),
+    "each has one name, as copies have": (("same", "same"), "127.0.2.1 same\n", "same"),
+    "an address for listening": (("first", "second"), "", "0.0.0.0"),
+    "one of IPv6": (("first", "second"), "", "[::]"),
+}
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("case", ITSELF)
+def test_name_that_each_host_has_for_itself_is_told_early(
+    bench: Bench, case: str, numbered: bool
+) -> None:
+    """Host 0 waits on, as others may know it by another address; who can't meet anybody ends."""
+    names, known, endpoint = ITSELF[case]
+    patient, given = ["--rdzv-timeout", 300], 2 * numbered
     with hosts_of_a_network(2) as hosts:
-        for host, name in enumerate(("first", "second")):
-            hosts.rename(host, name, "127.0.1.1 first\n")
-        options = (["--rdzv-timeout", 5],) * 2
-        for status, _, err in run_on(bench, hosts, "first:29500", *options):
-            assert (status, "Traceback" in err) == (2, False)
-            assert "knows first as an address on loopback, which means itself" in err
+        for host, name in enumerate(names):
+            hosts.rename(host, name, known)
+        runs = [
+            start(
+                bench, hosts, host, f"{endpoint}:29500", [*patient, *["--node-rank", host][:given]]
+            )
+            for host in range(2)
+        ]
+        with ExitStack() as stack:
+            for run in runs:
+                stack.callback(run.communicate)
+                stack.callback(run.kill)
+            waits = [True, not numbered] if known else [numbered, False]
+            for host, run in enumerate(runs):
+                assert run.stderr is not None
+                begun = time.monotonic()
+                said = run.stderr.readline()
+                assert time.monotonic() - begun < 100
+                assert f"{hosts.address(host)} (cable)" in said
+                if waits[host]:
+                    assert said.startswith(f"lockstep: waiting at {endpoint}:29500 for the other")
+                    assert run.poll() is None
+                else:
+                    assert f"{endpoint}:29500, which means this host itself" in said
+                    assert run.wait(10) == 2
+
+
+def test_host_0_may_listen_at_all_addresses(bench: Bench) -> None:
+    for version, endpoint in ((4, "0.0.0.0"), (4, "[::]"), (6, "[::]")):
+        with hosts_of_a_network(2, (version,)) as hosts:
+            at = hosts.address if version == 4 else hosts.address6
+            runs = [
+                start(bench, hosts, host, f"{where}:29500")
+                for host, where in enumerate((endpoint, f"[{at(0)}]" if version == 6 else at(0)))
+            ]
+            check(communicate(runs), [at(host) for host in range(2)])
 
 
 def test_name_of_another_host_than_host_0_is_refused_at_once(bench: Bench) -> None:

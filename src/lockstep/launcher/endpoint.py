@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -31,6 +32,7 @@ from lockstep.world import (
     first_reached,
     is_local,
     is_loopback,
+    is_unspecified,
     reached,
     resolved,
 )
@@ -112,6 +114,8 @@ def _listener(meeting: Meeting) -> socket.socket:
         OSError: If this host can't listen there.
         NoAnswer: If the name isn't resolved in time.
     """
+    if is_unspecified(meeting.address):
+        return _listener_everywhere(meeting.port)
     find = partial(resolved, meeting.address, meeting.port)
     found = answered(find, meeting.timeout_seconds)
     listeners, errors = {}, []
@@ -229,10 +233,11 @@ class NobodyComes(LaunchError):
     """No other host can come to an endpoint on loopback, and no other launcher of this one does."""
 
 
-def tell_at_other_addresses(meeting: Meeting) -> None:
+def tell_at_other_addresses(meeting: Meeting, own: Endpoint) -> None:
     """Let hosts that were given another address of this one hear that nobody is there.
 
-    For a moment, each such address has a store in which they read why there is no meeting.
+    For a moment, each such address has a store in which they read why there is no meeting. If this
+    launcher listens at all addresses, it is its own.
     """
     why = (
         f"Host 0 ({socket.gethostname()}) has given up: its --rdzv-endpoint is {meeting.endpoint}, "
@@ -240,15 +245,16 @@ def tell_at_other_addresses(meeting: Meeting) -> None:
         "by which they all reach host 0."
     )
     outside = [address for address in addresses() if not is_local(address)]
-    stores = []
+    stores = [own.store]
+    with contextlib.suppress(RuntimeError):
+        dist.PrefixStore("lockstep", own.store).set("given up", why)
     for address in outside[:_NUM_TOLD_AT]:
         with contextlib.suppress(OSError, RuntimeError):  # another program has the port
             ((family, where),) = resolved(address, meeting.port).values()
             listener = socket.create_server(where, family=family, backlog=_BACKLOG)
             stores.append(_open_store(listener).store)
             dist.PrefixStore("lockstep", stores[-1]).set("given up", why)
-    if stores:
-        time.sleep(_TELL_SECONDS)
+    time.sleep(_TELL_SECONDS)
 
 
 class Company:
@@ -257,29 +263,58 @@ class Company:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._next_look = meeting, Deadline(0)
         self._deadline = Deadline(_TOGETHER_SECONDS)
-        self._is_there = False  # whether there is or was one
+        self._is_settled = False  # there is or was one, or how others can come is told
 
     def check(self, is_held: bool = False) -> None:
         """Raise LaunchError if nobody else can come to the store, which this launcher may hold.
 
-        Otherwise two hosts would each wait for the other until the timeout.
+        Otherwise two hosts would each wait for the other until the timeout. If others can come, but
+        not by the endpoint as this host knows it, say so once.
         """
-        if self._is_there or self._next_look.left() or not self._is_on_loopback(is_held):
+        if self._is_settled or self._next_look.left():
             return
         self._next_look = Deadline(_LOOK_SECONDS)
-        self._is_there = _is_another_here(self._meeting.mark)
-        if not self._deadline.left() and not self._is_there:
-            raise NobodyComes(
-                f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
-                "host itself, and no other 'lockstep run' on it is to meet there. Give as "
-                "--rdzv-endpoint, on every host, the name or address by which they all reach host "
-                f"0.{local_addresses()}"
-            )
+        if not self._is_on_loopback():
+            self._is_settled = is_held
+            return
+        self._is_settled = _is_another_here(self._meeting.mark)
+        if self._deadline.left() or self._is_settled:
+            return
+        if is_held and self._is_everywhere():
+            self._is_settled = True
+            print(self._how_others_come(), file=sys.stderr, flush=True)
+            return
+        raise NobodyComes(
+            f"Launchers of other hosts don't reach {self._meeting.endpoint}, which means this "
+            "host itself, and no other 'lockstep run' on it is to meet there. Give as "
+            "--rdzv-endpoint, on every host, the name or address by which they all reach host "
+            f"0.{local_addresses()}"
+        )
 
-    def _is_on_loopback(self, is_held: bool) -> bool:
-        if is_held or _is_this_host(self._meeting.address):
-            return _is_this_host(self._meeting.address)
-        return _is_named_on_loopback(self._meeting)
+    def _is_on_loopback(self) -> bool:
+        address = self._meeting.address
+        return (
+            _is_this_host(address)
+            or is_unspecified(address)
+            or _is_named_on_loopback(self._meeting)
+        )
+
+    def _is_everywhere(self) -> bool:
+        """Whether the store is at all addresses of this host, as the one that all hosts go to.
+
+        Without numbers, any host could listen at 0.0.0.0.
+        """
+        address = self._meeting.address
+        is_host_0 = self._meeting.host == 0 or not is_unspecified(address)
+        return is_host_0 and not _is_this_host(address)
+
+    def _how_others_come(self) -> str:
+        return (
+            f"lockstep: waiting at {self._meeting.endpoint} for the other hosts, none of which has "
+            f"come yet. Here {self._meeting.address} means this host itself, so it listens at all "
+            "its addresses. If it means themselves on other hosts too, they don't come: then give "
+            f"one of these addresses as --rdzv-endpoint, on every host.{local_addresses()}"
+        )
 
 
 def _is_named_on_loopback(meeting: Meeting) -> bool:

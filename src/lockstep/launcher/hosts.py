@@ -166,7 +166,7 @@ class Host:
             sizes, names = answered(come, seconds + _LEAST_SECONDS)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, NobodyComes) and endpoint.is_held:
-                tell_at_other_addresses(meeting)
+                tell_at_other_addresses(meeting, endpoint)
                 raise
             if isinstance(error, LaunchError):
                 if self._endpoint.is_held and self._has_come:

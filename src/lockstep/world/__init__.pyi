@@ -29,6 +29,7 @@ from .network import first_reached as first_reached
 from .network import has_ended as has_ended
 from .network import is_local as is_local
 from .network import is_loopback as is_loopback
+from .network import is_unspecified as is_unspecified
 from .network import local_end as local_end
 from .network import reached as reached
 from .network import resolved as resolved

@@ -55,6 +55,13 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
+def is_unspecified(address: str) -> bool:
+    """Whether ``address`` is 0.0.0.0 or ::, where one listens for all of a host's own addresses."""
+    with contextlib.suppress(ValueError):  # a name
+        return ipaddress.ip_address(address).is_unspecified
+    return False
+
+
 def is_local(address: str) -> bool:
     """Whether other hosts can't go to a numeric ``address``, or need to be told an interface."""
     return is_loopback(address) or (
