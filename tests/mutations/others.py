@@ -19,6 +19,13 @@ OTHERS = [
         "        self.sum_unsummed()\n        self._buckets = []",
         "        self._buckets = []",
     ),
+    # An evaluation in one thread hides forwards in others.
+    mutation(
+        "test_what_is_put_in_place_is_named_while_another_thread_evaluates",
+        "nn/global_hooks.py",
+        "if is_to_refresh or _may_train_meanwhile():",
+        "if is_to_refresh:",
+    ),
     # A gradient that isn't copied yet counts as scaled.
     mutation(
         "test_a_gradient_that_is_not_copied_yet_may_come_twice",

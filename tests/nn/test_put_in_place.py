@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -272,6 +273,39 @@ def test_what_is_put_in_place_and_trained_by_hand_is_named(
 
     mine, theirs = run_ranks(2, body)
     assert all(map(torch.equal, mine, theirs))
+
+
+class Gate(nn.Module):
+    """A module in whose forward a thread stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_in, self.may_leave = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.is_in.set()
+        self.may_leave.wait(60)
+        return x
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self(torch.ones(1))
+
+
+def test_what_is_put_in_place_is_named_while_another_thread_evaluates() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model, x, gate = in_place(net(), group), parts(2)[rank], Gate()
+        train_by_hand(model, x)
+        evaluation = threading.Thread(target=gate.evaluate)
+        evaluation.start()
+        gate.is_in.wait(60)
+        replace_parameters(model)
+        with pytest.raises(errors.ParameterChanged, match=r"'first\.weight' was put in"):
+            train_by_hand(model, x)
+        gate.may_leave.set()
+        evaluation.join()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

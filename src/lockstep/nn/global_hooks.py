@@ -215,10 +215,13 @@ def _stop_looking() -> None:
 def _pause_in(module: nn.Module) -> None:
     """Have no hook called before forwards of modules within ``module``, in which no graph is made.
 
-    In an evaluation it would take time in each, and what follows is to be looked at.
+    In an evaluation it would take time in each, and what follows is to be looked at. Where other
+    threads run, one of them may train meanwhile: a rank that is a thread does.
     """
     is_to_refresh = any(each.watch.refreshing is Forwards.OF_ALL for each in all_engines())
-    if is_to_refresh or isinstance(module, torch.jit.ScriptModule):  # scripts take no other hooks
+    if is_to_refresh or _may_train_meanwhile():
+        return
+    if isinstance(module, torch.jit.ScriptModule):  # scripts take no other hooks
         return
     with _lock:
         if (hooks.register_module_forward_pre_hook, _before_forward) not in _handles:
@@ -230,6 +233,12 @@ def _pause_in(module: nn.Module) -> None:
         _look_later()
 
     handle = module.register_forward_hook(go_on, always_call=True)
+
+
+def _may_train_meanwhile() -> bool:
+    """Whether there are threads of the program beside this one."""
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return any(not each.name.startswith("lockstep-") for each in others)
 
 
 @uncompiled

@@ -167,7 +167,10 @@ class Snapshots:
                 self._copied = Excerpts(live, late=True), b""
             self._copied = self._copied[0], self._copied[0].take()
             self._thread = threading.Thread(
-                target=self._finish, args=(slot, live, tensors, memory, header), daemon=True
+                target=self._finish,
+                args=(slot, live, tensors, memory, header),
+                name="lockstep-snapshot",
+                daemon=True,
             )
             self._thread.start()
         else:
