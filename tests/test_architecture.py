@@ -83,7 +83,7 @@ SHELVES = {
         "world": 2_856,
         "grad": 3_504,
         "nn": 8_527,
-        "launcher": 6_460,
+        "launcher": 6_478,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
@@ -102,12 +102,12 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_324,
+        "observe": 6_326,
         "check": 2_800,
         "bench": 800,
         "demo": 400,
         "cli_help": BUDGET_OF_A_MODULE,
-        "cli": 390,
+        "cli": 406,
         "__main__": BUDGET_OF_A_MODULE,
     },
 }

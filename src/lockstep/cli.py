@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
 import inspect
 import os
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 from lockstep import cli_help, errors, launcher
 from lockstep.errors import BadLaunch, LockstepError
+from lockstep.folders import FULL_DISK
 from lockstep.printable import printable_lines
 
 __all__ = ["main"]
@@ -26,24 +29,47 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command; an error of lockstep's own is shown as its message, without a traceback."""
     try:
-        options = vars(_parser().parse_args())
+        try:
+            options = vars(_parser().parse_args())
+        finally:  # it has shown the help, say, and exits
+            _flush()
         act = options.pop("act")
         if isinstance(act, str):
             module, _, name = act.rpartition(".")
             act = getattr(importlib.import_module(f"lockstep.{module}"), name)
         is_well = act(**options)
-        sys.stdout.flush()
+        _flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has read enough. Python's own flush at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The reader, such as `head`, has read enough.
+        _drop_output()
         sys.exit(128 + signal.SIGPIPE)
     except LockstepError as error:
-        said = "\n".join([f"lockstep: {error}", *getattr(error, "__notes__", ())])
-        # Names of files or hosts, which others may have given, are in it.
-        print(printable_lines(said), file=sys.stderr)
+        _say("\n".join([str(error), *getattr(error, "__notes__", ())]))
         sys.exit(2)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (*FULL_DISK, errno.EFBIG, errno.EIO):
+            raise
+        _drop_output()
+        _say(f"stdout can't be written: {error.strerror}.")
+        sys.exit(1)
     if is_well is not None:
         sys.exit(0 if is_well else 1)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # else it is closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Drop what stdout hasn't taken: Python's own flush at exit would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):
+        # Names of files or hosts, which others may have given, are in it.
+        print(printable_lines(f"lockstep: {words}"), file=sys.stderr, flush=True)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -255,3 +255,19 @@ def test_help_names_every_option(path: list[str]) -> None:
                 or f" {option} " in parser.format_help()
                 or (f" {option}, " in parser.format_help())
             )
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["help"], ["--help"], ["doctor", "--json"]])
+def test_a_full_disk_behind_stdout_is_told(argv: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "lockstep", *argv]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == "lockstep: stdout can't be written: No space left on device.\n"
+    assert done.returncode == 1
+
+
+def test_a_command_may_have_no_stdout() -> None:
+    words = [sys.executable, "-m", "lockstep", "help"]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -14,7 +14,7 @@ from lockstep.launcher.hosts import Host
 from lockstep.launcher.job import Job
 from lockstep.launcher.last_snapshot import WrittenOut, with_last_snapshot, write_out
 from lockstep.launcher.live import Live
-from lockstep.launcher.output import Console, open_log_files
+from lockstep.launcher.output import Console
 from lockstep.launcher.rank_process import kill_ranks, none_ended
 from lockstep.launcher.restarts import (
     DONT_START_AGAIN,
@@ -270,11 +270,11 @@ class Attempts:
 
     def _console_of(self, host: Host, number: int) -> Console:
         live = Live(self._status, host.world_size) if self._is_live else None
-        files = open_log_files(self._job.log_dir, host.ranks, number)
         if self.console is None:
-            self.console = Console(files, self._signals, live)
+            self.console = Console(self._signals, live)
         else:
-            self.console.begin_anew(files, live)
+            self.console.begin_anew(live)
+        self.console.keep_logs(self._job.log_dir, host.ranks, number)
         return self.console
 
     def _add_variables(self, host: Host) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
-from lockstep.folders import open_to_write
+from lockstep.folders import FULL_DISK, open_to_write
 from lockstep.launcher.live import Live, terminal
 from lockstep.launcher.processes import SignalPipe
 from lockstep.launcher.writer import StreamWriter
@@ -114,10 +114,8 @@ class Console:
     taken nothing for half a second.
     """
 
-    def __init__(
-        self, log_files: dict[int, int], signals: SignalPipe, live: Live | None = None
-    ) -> None:
-        self._log_files = log_files
+    def __init__(self, signals: SignalPipe, live: Live | None = None) -> None:
+        self._log_files: dict[int, int] = {}
         self._signals = signals
         self._live = live  # draws lines below the output
         # When an unfinished line of a rank that reads the terminal is to be shown, as a prompt.
@@ -211,9 +209,30 @@ class Console:
         self._log_files, self._prompts = {}, {}
         self._splitters.clear()
 
-    def begin_anew(self, log_files: dict[int, int], live: Live | None) -> None:
+    def begin_anew(self, live: Live | None) -> None:
         """Take the output of ranks that are started again, after :meth:`close`."""
-        self._log_files, self._live = log_files, live
+        self._live = live
+
+    def keep_logs(self, directory: str | None, ranks: range, restarts: int = 0) -> None:
+        """Write what ranks write to files too: see :func:`open_log_files`.
+
+        A full disk is no reason not to train; nor is anything that happens to a run that has begun.
+
+        Raises:
+            BadLaunch: If the directory or a file can't be created.
+        """
+        try:
+            self._log_files = open_log_files(directory, ranks, restarts)
+        except OSError as error:
+            where = f"{shown(error.filename)}: " if error.filename not in (None, directory) else ""
+            told = f"the logs can't be kept in {shown(str(directory))}: {where}{error.strerror}."
+            if restarts or error.errno in FULL_DISK:
+                self.say(f"{told} The run goes on without.")
+                return
+            raise BadLaunch(
+                f"T{told[1:]} Give --log-dir a directory that exists, or can be created, and can "
+                "be written to."
+            ) from error
 
     def is_full(self, destination: int) -> bool:
         """Whether ranks' output that goes there is to be left in their pipes for now."""
@@ -292,20 +311,20 @@ def open_log_files(directory: str | None, ranks: range, restarts: int = 0) -> di
     Of ranks that were started again, they have names of their own: ``rank-R.restart-K.log``.
 
     Raises:
-        BadLaunch: If the directory or a file can't be created.
+        OSError: If the directory or a file can't be created.
     """
+    files: dict[int, int] = {}
     if directory is None:
-        return {}
+        return files
+    end = f".restart-{restarts}.log" if restarts else ".log"
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        end = f".restart-{restarts}.log" if restarts else ".log"
-        files = {rank: open_to_write(Path(directory) / f"rank-{rank}{end}") for rank in ranks}
+        for rank in ranks:
+            files[rank] = open_to_write(Path(directory) / f"rank-{rank}{end}")
         for file in files.values():
             os.ftruncate(file, 0)
-        return files
-    except OSError as error:
-        where = f"{shown(error.filename)}: " if error.filename not in (None, directory) else ""
-        raise BadLaunch(
-            f"The logs can't be kept in {shown(directory)}: {where}{error.strerror}. Give "
-            "--log-dir a directory that exists, or can be created, and can be written to."
-        ) from error
+    except OSError:
+        for file in files.values():
+            os.close(file)
+        raise
+    return files

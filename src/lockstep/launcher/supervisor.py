@@ -22,7 +22,7 @@ from lockstep.launcher import processes
 from lockstep.launcher.failures import Ended, JobOutcome
 from lockstep.launcher.job import Job, name_of_program
 from lockstep.launcher.live import Live, terminal
-from lockstep.launcher.output import Console, open_log_files
+from lockstep.launcher.output import Console
 from lockstep.launcher.rank_process import fork_ranks, kill_ranks, none_ended
 from lockstep.launcher.snapshot_memory import SnapshotMemory
 from lockstep.launcher.starting import StartOfMany
@@ -104,7 +104,8 @@ def _start(job: Job) -> int:
         host = Host(job, none_ended(ranks))
         live = Live(status, host.world_size) if is_live else None
         signals = processes.SignalPipe(job.stop_signals)
-        console = Console(open_log_files(job.log_dir, host.ranks), signals, live)
+        console = Console(signals, live)
+        console.keep_logs(job.log_dir, host.ranks)
         watch = Watch(job, host, ranks, console, signals)
     except (LaunchError, Ended):
         kill_ranks(ranks)

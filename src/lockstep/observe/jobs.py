@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.errors import BadLaunch
+from lockstep.folders import FULL_DISK
 from lockstep.launcher import Job, supervise
 from lockstep.printable import shown
 
@@ -43,7 +44,6 @@ def _recording_some(folder: Path, rank: int) -> Iterator[None]:
 
     from lockstep.observe.tracing import recording
 
-    folder.mkdir(parents=True, exist_ok=True)
     with recording(folder, rank) as rank_trace:
 
         def after_step(*_: object) -> None:
@@ -99,9 +99,10 @@ def traced(
         for old in itertools.chain(path.glob("rank-*.spans"), path.glob("rank-*.json")):
             old.unlink()
     except OSError as error:
-        raise BadLaunch(
-            f"--trace {shown(folder)} can't be written to: {error.strerror}."
-        ) from error
+        if error.errno not in FULL_DISK:  # of which each rank tells, and trains on
+            raise BadLaunch(
+                f"--trace {shown(folder)} can't be written to: {error.strerror}."
+            ) from error
     if baseline:
         _take_steps_alone(job, path / "baseline")
     return job._replace(around=partial(_recording, path, window, operators))

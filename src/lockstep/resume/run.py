@@ -404,10 +404,10 @@ class Steps(Generic[T]):
         try:
             take()
         except OSError as error:
-            print(
-                f"lockstep: no snapshots are taken any more: {error}. A restart goes on from the "
-                "newest checkpoint.",
-                file=sys.stderr,
+            _log.warning(
+                "No snapshots are taken any more: %s. A restart goes on from the newest "
+                "checkpoint. Training goes on.",
+                error,
             )
             self._fails = True
 
