@@ -25,7 +25,10 @@ import pytest
 from tests.launcher.bench import free_port
 from tests.network import Hosts, hosts_of_a_network
 
-pytestmark = [pytest.mark.forks, pytest.mark.long, pytest.mark.network]
+# Twenty trials that wait for up to a minute each, two at a time.
+pytestmark = [
+    pytest.mark.forks, pytest.mark.long, pytest.mark.network, pytest.mark.timeout(1800)
+]  # fmt: skip
 
 NUM_AT_ONCE = 2  # trials, which mostly wait
 TIMEOUT_SECONDS = 8
