@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ModelError, StepSkipped
-from lockstep.guarding.kept import Copies
+from lockstep.guarding.kept import ValueCopies
 from tests.guarding.faulty import Refused, fail
 from tests.ranks import run_ranks
 
@@ -191,13 +191,13 @@ def test_parameters_of_other_modules_are_as_before_without_undo() -> None:
 @pytest.mark.parametrize("shards", [False, True], ids=["plain", "sharded"])
 def test_copies_stay_in_one_memory(shards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     memories: list[Any] = []
-    keep = Copies.keep
+    keep = ValueCopies.keep
 
-    def noted(copies: Copies, tensors: Any) -> None:
+    def noted(copies: ValueCopies, tensors: Any) -> None:
         keep(copies, tensors)
         memories.append(copies._copies)
 
-    monkeypatch.setattr(Copies, "keep", noted)
+    monkeypatch.setattr(ValueCopies, "keep", noted)
 
     def body(_: int, model: nn.Module) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
