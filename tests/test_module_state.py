@@ -17,7 +17,7 @@ MODULE_STATE = {
     # By process group and by rank.
     "comm.context._contexts": "the contexts of all groups: torch's groups take no attributes",
     "comm.threads.ranks._current": "the rank that a thread is, or works for",
-    "comm.any_group._waited": "a thread's time in collectives, whichever group they are of",
+    "comm.started._waited": "a thread's time in collectives, whichever group they are of",
     "world.world._of_process": "what init() has returned, which needs no argument",
     # By what takes no attribute, as it is to pickle and copy as before.
     "nn.parallel_state._states": "by module, what parallelize() knows of it",
@@ -26,7 +26,7 @@ MODULE_STATE = {
     "world.told._told": "by parameter, whether a rank was told that nothing keeps it in step",
     "guarding.context._current": "a thread's guard, in which no other one may be entered",
     # What is the process's: torch's hooks, forks, its exit, ports, memory.
-    "nn.global_hooks._handles": "torch's hooks for all modules and optimizers, each put there once",
+    "nn.forward_hooks._handles": "torch's hooks for all modules and optimizers, each once",
     "world.apart._hooks": "the same, which gives way to one that is called later",
     "comm.base_group._groups": "groups that a fork renews in the child",
     "comm.shm.memory._shared_at": "by address, which memory other processes reach",

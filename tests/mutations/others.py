@@ -22,7 +22,7 @@ OTHERS = [
     # An evaluation in one thread hides forwards in others.
     mutation(
         "test_what_is_put_in_place_is_named_while_another_thread_evaluates",
-        "nn/global_hooks.py",
+        "nn/forward_hooks.py",
         "if is_to_refresh or _may_train_meanwhile():",
         "if is_to_refresh:",
     ),

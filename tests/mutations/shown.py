@@ -35,7 +35,7 @@ SHOWN = [
     ),
     mutation(
         "test_two_forwards_with_batch_norm_then_two_backwards",
-        "comm/any_group.py",
+        "comm/broadcast.py",
         "stored = [without_repeats(tensor.data) for tensor in chunk]",
         "stored = [without_repeats(tensor.detach()) for tensor in chunk]",
         "if may_write(tensor):",

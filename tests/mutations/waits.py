@@ -33,7 +33,7 @@ WAITS = [
     # A broadcast of buffers isn't waited for.
     _wait(
         _BUFFERS,
-        "comm/any_group.py",
+        "comm/broadcast.py",
         "                work.wait()\n            except",
         "                pass\n            except",
     ),
@@ -44,7 +44,7 @@ WAITS = [
     # Gathered gradients and parameters aren't waited for.
     _wait(
         _SHARDED,
-        "comm/any_group.py",
+        "comm/started.py",
         "    start_all_gather_in_place(group, memory).wait()",
         "    start_all_gather_in_place(group, memory)",
     ),

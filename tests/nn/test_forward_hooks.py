@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 import lockstep
-import lockstep.nn.global_hooks
+import lockstep.nn.forward_hooks
 
 # Processes, as threads share the hook.
 pytestmark = pytest.mark.forks
@@ -22,13 +22,13 @@ CALLED: list[nn.Module] = []
 
 def note_calls() -> None:
     """Note with which modules it is called in this process."""
-    before_forward: Any = lockstep.nn.global_hooks._before_forward
+    before_forward: Any = lockstep.nn.forward_hooks.before_forward
 
     def note(module: nn.Module, inputs: object) -> None:
         CALLED.append(module)
         before_forward(module, inputs)
 
-    lockstep.nn.global_hooks._before_forward = note
+    lockstep.nn.forward_hooks.before_forward = note
 
 
 def layers() -> nn.Module:

@@ -22,7 +22,7 @@ from tests.same import assert_same
 @pytest.fixture(autouse=True)
 def compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier test of this process may have compiled something."""
-    monkeypatch.setattr("lockstep.nn.global_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("lockstep.nn.forward_hooks.has_compiled", lambda: False)
 
 
 def replace_parameters(model: nn.Module) -> None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.any_group import all_gather, start_all_reduce
+from lockstep.comm.any_group import all_gather
 from lockstep.comm.context import context_of
+from lockstep.comm.started import start_all_reduce
 from lockstep.errors import CollectiveFailed
 
 

@@ -15,7 +15,7 @@ import weakref
 
 import torch
 
-from lockstep.comm.any_group import exchange_buffers, zero_buffer
+from lockstep.comm.buffers import exchange_buffers, zero_buffer
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.comm.shm.memory import bytes_of
 from lockstep.deadline import Deadline

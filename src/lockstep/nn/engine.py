@@ -275,7 +275,7 @@ class Engine:
         """
         if self.renormed.is_always_told:  # all agree in each backward
             return False
-        if self.renormed.must_exchange() or self.buffers.has_changed():
+        if self.renormed.noted or self.buffers.has_changed():
             return True
         return not self.is_stale and bool(self.put_in_place())
 

@@ -24,13 +24,13 @@ class RenormedRows:
     A table is any parameter that may be looked up. All ranks have the same ones, in one order.
 
     Attributes:
+        noted: By the id() of a table, the rows that each lookup has changed.
         is_always_told: Whether the ranks exchange rows in each backward.
     """
 
     def __init__(self) -> None:
         self._tables: list[tuple[str, nn.Parameter]] = []
-        # By the id() of a table, the rows that each lookup has changed.
-        self._noted: dict[int, list[torch.Tensor]] = {}
+        self.noted: dict[int, list[torch.Tensor]] = {}
         # Ranks don't read each other's facts at once if the model isn't on the CPU alone, and don't
         # know then whether another one has noted some.
         self._is_on_cpu, self.is_always_told = True, False
@@ -39,7 +39,7 @@ class RenormedRows:
         """Take those of the parameters ``named``, of ``module``, that may be looked up."""
         self._tables = [(n, p) for n, p in named if p.dim() == 2 and p.is_floating_point()]
         ids = {id(table) for _, table in self._tables}
-        self._noted = {key: rows for key, rows in self._noted.items() if key in ids}
+        self.noted = {key: rows for key, rows in self.noted.items() if key in ids}
         self._is_on_cpu = all(parameter.device.type == "cpu" for _, parameter in named)
         self.is_always_told |= not self._is_on_cpu and has_max_norm(module)
 
@@ -66,22 +66,18 @@ class RenormedRows:
     def note(self, table: nn.Parameter, rows: torch.Tensor) -> None:
         """Note that a lookup has changed ``rows`` of ``table``, if any."""
         if len(rows):
-            self._noted.setdefault(id(table), []).append(rows)
+            self.noted.setdefault(id(table), []).append(rows)
 
     def are_noted(self) -> list[bool]:
         """Return for each table whether lookups have scaled rows of it on this rank."""
-        return [id(table) in self._noted for _, table in self._tables]
-
-    def must_exchange(self) -> bool:
-        """Whether this rank has noted rows, which all ranks are to take over."""
-        return bool(self._noted)
+        return [id(table) in self.noted for _, table in self._tables]
 
     def changed_one_of(self, parameters: Collection[torch.Tensor]) -> tuple[str, list[int]] | None:
         """Return the name and the noted rows of a table among ``parameters``, if there is one."""
-        ids = {*map(id, parameters)} if self._noted else ()
+        ids = {*map(id, parameters)} if self.noted else ()
         for name, table in compress(self._tables, self.are_noted()):
             if id(table) in ids:
-                return name, torch.cat(self._noted[id(table)]).unique().tolist()
+                return name, torch.cat(self.noted[id(table)]).unique().tolist()
         return None
 
     def exchange(self, group: dist.ProcessGroup, are_noted: Sequence[bool]) -> None:
@@ -98,7 +94,7 @@ class RenormedRows:
             # Not as a write that autograd counts: what has saved the table (a layer that is tied to
             # it, say) may have a second backward, as it may in one process.
             values = table.data
-            noted = self._noted.pop(id(table), [])
+            noted = self.noted.pop(id(table), [])
             rows = torch.cat(noted).unique() if noted else _no_rows(values)
             by_rank = all_gather_rows(group, rows, values[rows])
             for theirs, scaled in reversed(by_rank):
