@@ -45,6 +45,26 @@ NO_SAVES = "lockstep.save() writes nothing during a check"
 _HASHES = 1 << 56
 
 
+class _StepSoFar:
+    """What has been seen of the step that goes on.
+
+    Attributes:
+        start: The tensors of optimizers that were made in it.
+        backwards: Its backwards.
+        inputs: A checksum of what modules were given.
+        changed: The names of tensors that the program has changed between two steps.
+        draws: Whether the program has drawn random numbers.
+        accumulates: Whether it has called accumulate().
+    """
+
+    def __init__(self) -> None:
+        self.start: dict[str, torch.Tensor] = {}
+        self.backwards: list[Backward] = []
+        self.inputs = 0
+        self.changed: list[str] = []
+        self.draws = self.accumulates = False
+
+
 class WatchedProgram:
     """A context for the program of the rank ``rank``, which is watched as ``plan`` says."""
 
@@ -57,13 +77,9 @@ class WatchedProgram:
         self._end = End()
         self._made: list[weakref.ref[Optimizer]] = []  # optimizers, in the order of their making
         self._depth = 0  # of optimizers that step inside of others' steps
-        self._backwards: list[Backward] = []
-        self._input: Backward | None = None  # of the next one, whose loss isn't known
-        self._inputs = 0  # a checksum
+        self._step = _StepSoFar()
+        self._input: Backward | None = None  # of the next backward, whose loss isn't known
         self._last: dict[str, torch.Tensor] = {}
-        self._start: dict[str, torch.Tensor] = {}
-        self._changed: list[str] = []
-        self._draws = self._accumulates = False
         self._eps = 0.0
         self._undo = ExitStack()
         self._switches = Switches(self._undo, self._end.notes)
@@ -161,7 +177,7 @@ class WatchedProgram:
         return Path(path).absolute() / "000000"
 
     def _note_accumulation(self, original: Callable[..., object], *args: Any) -> object:
-        self._accumulates = True
+        self._step.accumulates = True
         return original(*args)
 
     def _note_join(self, original: Callable[..., object], *args: Any, **options: Any) -> object:
@@ -192,7 +208,7 @@ class WatchedProgram:
                         is_rounded = self._plan.run == ROUNDED and value.is_floating_point()
                         tensor.copy_(rounded(value, _eps_of(value)) if is_rounded else value)
         if not self._end.num_steps:
-            self._start |= _copies(tensors)
+            self._step.start |= _copies(tensors)
 
     def _all_trained(self) -> dict[str, torch.Tensor]:
         """The tensors that any optimizer changes."""
@@ -227,7 +243,7 @@ class WatchedProgram:
             return
         if tensors[0].layout is torch.strided:
             first = tensors[0].detach().cpu().contiguous()  # kept while its memory is read
-            self._inputs = zlib.crc32(bytes_of(first), self._inputs)
+            self._step.inputs = zlib.crc32(bytes_of(first), self._step.inputs)
         if self._input is None:
             rows = sum(hashes_of_rows(tensors[:1])) % _HASHES
             self._input = Backward(0.0, len(tensors[0]), rows)
@@ -262,27 +278,27 @@ class WatchedProgram:
         self._note_draws()
         known = (self._input or Backward(0.0, 0, 0))._replace(loss=loss)
         self._input = None
-        if not self._backwards:
+        if not self._step.backwards:
             self._trial.note_kept(self._all_trained().values())
-        self._backwards.append(known)
+        self._step.backwards.append(known)
         self._loaders.num_backwards += 1
         trained = self._all_trained() if self._plan.suspects else {}
         tensors = self._trial.before_backward(tensors, known.num_rows, trained)
         with DividedBackward(losses) as division:
             original(tensors, *args, **options)
-        if self._backwards:  # no optimizer has stepped in the backward
-            self._backwards[-1] = self._backwards[-1]._replace(divisor=division.divisor)
+        if self._step.backwards:  # no optimizer has stepped in the backward
+            self._step.backwards[-1] = self._step.backwards[-1]._replace(divisor=division.divisor)
 
     def _note_draws(self) -> None:
-        self._draws |= self._loaders.random_state != global_generators().read()
+        self._step.draws |= self._loaders.random_state != global_generators().read()
 
     def _before_step(self, optimizer: Optimizer, args: object, options: object) -> None:
         self._depth += 1
         if self._depth > 1:
             return
         self._note_draws()
-        last = self._last or self._start
-        self._changed = [
+        last = self._last or self._step.start
+        self._step.changed = [
             name
             for name, tensor in self._named(optimizer).items()
             if name in last and not torch.equal(tensor.detach().cpu(), last[name])
@@ -306,23 +322,22 @@ class WatchedProgram:
         step = Step(
             tensors=self._last,
             gradients=_copies(gradients),
-            start=self._start,
+            start=self._step.start,
             trained=[*named],
             parallel=self._parallel(named),
-            backwards=self._backwards,
+            backwards=self._step.backwards,
             options=options_of(optimizer),
-            changed=self._changed,
-            inputs=self._inputs,
-            draws=self._draws,
-            accumulates=self._accumulates,
+            changed=self._step.changed,
+            inputs=self._step.inputs,
+            draws=self._step.draws,
+            accumulates=self._step.accumulates,
             eps=max([self._eps, *map(_eps_of, trained)]),
         )
         self._records.save(f"step-{number}", step)
         if self._trace is not None:
             self._records.save(f"trace-{number}", self._trace.take())
         self._trial.after_step(trained)
-        self._start, self._backwards, self._inputs = {}, [], 0
-        self._draws = self._accumulates = False
+        self._step = _StepSoFar()
         self._loaders.random_state = global_generators().read()
         if number == self._plan.num_steps:
             raise Finished

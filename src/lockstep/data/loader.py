@@ -34,6 +34,7 @@ from lockstep.data.iterable import Request, Requests, StreamReader, global_strea
 from lockstep.data.order import MAX_KEPT
 from lockstep.data.pace import Pace, checked_shares
 from lockstep.data.partition import cuts
+from lockstep.data.place import EpochPlace
 from lockstep.data.same_dataset import check_same_dataset
 from lockstep.data.self_sharding import View
 from lockstep.data.sharded import ShardedIteration, check_shards, grouped, sharding_of
@@ -174,11 +175,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             getattr(each, "replacement", False) for each in self._samplers
         )
         self._length: int | None = None
-        self._next_epoch, self._iteration = 0, 0
-        # Where the epoch is that was begun last, or from which the next one goes on.
-        self._epoch, self._num_given, self._digest = 0, 0, 0
-        self._goes_on = self._is_in_epoch = False
-        self._run = 0
+        self._place = EpochPlace()
+        self._iteration = self._run = 0
         self._reader: Any = None
         self._loader: torch.utils.data.DataLoader[Any] | None = None
 
@@ -244,23 +242,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from 0; trainers call it."""
-        epoch = as_whole_number("epoch", epoch)
-        if self._goes_on and epoch != self._epoch:
-            self._goes_on = self._is_in_epoch = False
-            self._num_given = self._digest = 0
-        self._next_epoch = epoch
+        self._place.set_epoch(as_whole_number("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the iteration is, the same on every rank; for :meth:`load_state_dict`.
 
         Batches count that the program was given, not those that workers have read ahead.
         """
+        place = self._place
         return {
             "version": _VERSION,
             "seed": self._seed,
-            "epoch": self._epoch if self._is_in_epoch else self._next_epoch,
-            "num_batches": self._num_given,
-            "digest": self._digest,
+            "epoch": place.epoch if place.is_in_epoch else place.next_epoch,
+            "num_batches": place.num_given,
+            "digest": place.digest,
             "facts": self._facts_of_order(),
         }
 
@@ -284,9 +279,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             as_whole_number(name, state_dict[name], "a whole number from 0 up", at_least=0)
             for name in ("epoch", "num_batches", "digest")
         )
-        local, in_epoch = self._facts_of_order(), num_batches > 0
+        local, place = self._facts_of_order(), EpochPlace.loaded(epoch, num_batches, checksum)
         # Between epochs all may change but the dataset.
-        for name in [*local, *facts] if in_epoch else ["dataset", "length of the dataset"]:
+        for name in [*local, *facts] if place.is_in_epoch else ["dataset", "length of the dataset"]:
             if local.get(name) != facts.get(name):
                 raise ValueError(
                     f"This state is of a DataLoader whose {name} was {facts.get(name)!r}, and this "
@@ -294,9 +289,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     "Make the loader as it was, or call set_epoch() to begin a new epoch."
                 )
         self._run += 1
-        self._seed, self._epoch, self._next_epoch = seed, epoch, epoch
-        self._num_given, self._digest = num_batches, checksum
-        self._goes_on = self._is_in_epoch = in_epoch
+        self._seed, self._place = seed, place
 
     def _facts_of_order(self) -> dict[str, Any]:
         """What the samples of global batches depend on, besides seed and epoch."""
@@ -317,12 +310,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on with one that was loaded. Every rank calls it."""
         self._settle_seed()
-        skip, expected = (self._num_given, self._digest) if self._goes_on else (0, 0)
-        self._epoch = self._next_epoch
+        place = self._place
+        skip, expected = (place.num_given, place.digest) if place.goes_on else (0, 0)
+        place.epoch = place.next_epoch
         assert self._seed is not None
         facts = {
             "seed": self._seed,
-            "epoch": self._epoch,
+            "epoch": self._place.epoch,
             "number of batches given": skip,
             "shares": self._shares,
             "shards": self._num_shards,
@@ -342,7 +336,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 self.sampler if self.batch_sampler is None else self.batch_sampler,
                 self._samplers,
                 self._seed,
-                self._epoch,
+                self._place.epoch,
                 may_repeat=self._may_repeat,
             )
             facts["order of samples"] = functools.reduce(
@@ -352,12 +346,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if self._length is None and self._group is not None:
                 self._reader = self._reader or self._make_reader()
                 check_same_dataset(self._group, self._reader, batches.peek(), self._seed)
-            place = self._rank, self._num_ranks, self._seed, self._epoch
-            sharding = sharding_of(self._num_shards, *place)
+            local = self._rank, self._num_ranks, self._seed, place.epoch
+            sharding = sharding_of(self._num_shards, *local)
             parts = self._parts(batches, skip, expected, asked, sharding)
             stream = grouped(self._read(parts), sharding)
-        self._length, self._goes_on, self._is_in_epoch = length, False, True
-        self._num_given, self._digest, self._next_epoch = skip, expected, self._epoch + 1
+        self._length = length
+        place.begin(skip, expected)
         self._run += 1
         return self._counted(stream, asked, self._run)
 
@@ -373,7 +367,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._worker_sampler.stream = requests
         assert self._seed is not None
         # Workers' own seeds, which their worker_init_fn sees, differ by rank, epoch and worker.
-        loader.generator.manual_seed(mixed(self._seed, self._epoch, self._rank))
+        loader.generator.manual_seed(mixed(self._seed, self._place.epoch, self._rank))
         return telling_how_workers_end(iter(loader))
 
     def _make_reader(self) -> Any:
@@ -390,7 +384,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             bounds = cuts(size, self._shares)
             size = bounds[self._rank + 1] - bounds[self._rank]
         self._iteration += 3  # as many as it may take to find out the view
-        seed, view = mixed(self._seed, self._epoch), self._view or View.ALL
+        seed, view = mixed(self._seed, self._place.epoch), self._view or View.ALL
         is_trial = self._view is None and self._num_ranks > 1
         asked = Requests(Request(self._iteration, seed, size, self.drop_last, view, is_trial))
         answers, num_workers = self._read(asked), max(1, self.num_workers)
@@ -406,6 +400,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``run`` is the number of this iteration. Once there is a later one, or a state was loaded,
         what is still read in this one doesn't count.
         """
+        place = self._place
         while True:
             with spans.span("data"):
                 batch = next(stream, _END)
@@ -417,20 +412,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             if spans.recorder is not None:
                 spans.recorder.batch(self, num_samples)
             if run == self._run:
-                self._num_given += 1
-                self._digest = checksum
+                place.num_given += 1
+                place.digest = checksum
                 if spans.status is not None:
                     length = length_of(self) or 0
-                    spans.status.count_batch(self._epoch, self._num_given, length, num_samples)
+                    spans.status.count_batch(place.epoch, place.num_given, length, num_samples)
             if self._pace is None:
                 yield batch
             else:
                 self._pace.begin()
                 yield batch
-                self._pace.end(self._num_given, num_samples)
+                self._pace.end(place.num_given, num_samples)
         if run == self._run:
-            self._num_given = self._digest = 0
-            self._is_in_epoch = False
+            place.leave()
 
     def _settle_seed(self) -> None:
         if self._seed is not None:
@@ -470,15 +464,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         ``asked`` gets the checksum of the batches so far, and the number of samples of the part.
         """
         assert self._seed is not None
-        seed, start = mixed(self._seed, self._epoch), batches.skip(skip)
+        seed, start = mixed(self._seed, self._place.epoch), batches.skip(skip)
         if start.number < skip:
             raise SplitError(
-                f"The state that was loaded counts {skip} batches of epoch {self._epoch}, and the "
-                f"sampler gives {start.number}. Make the loader as it was."
+                f"The state that was loaded counts {skip} batches of epoch {self._place.epoch}, "
+                f"and the sampler gives {start.number}. Make the loader as it was."
             )
         if start.checksum not in (None, expected):
             raise SplitError(
-                f"The sampler doesn't give the same indices again in epoch {self._epoch}, so "
+                f"The sampler doesn't give the same indices again in epoch {self._place.epoch}, so "
                 "that the rest of it isn't known. Let it draw random numbers from torch, "
                 "random or numpy.random, or from an attribute 'generator'."
             )

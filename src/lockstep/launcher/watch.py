@@ -72,8 +72,6 @@ class Watch:
         self._kept = set[int]()  # signals for which no rank has a handler yet
         given = job.grace_seconds
         self._grace_seconds = GRACE_SECONDS if given is None else given
-        # A failure ends the run within seconds, however long a checkpoint takes at its own end.
-        self._failure_grace_seconds = min(FAILURE_GRACE_SECONDS, self._grace_seconds)
         self._selector = selectors.DefaultSelector()
         # Pipes that aren't read until the stream to which they go (1 or 2) has taken more.
         self._paused: dict[int, tuple[int, Callable[[], object]]] = {}
@@ -87,6 +85,11 @@ class Watch:
             self.when_readable(rank.connection, rank.read_report)
             for destination, output in enumerate(rank.outputs, start=1):
                 self.when_readable(output, partial(self._copy, rank, output, destination))
+
+    @property
+    def _failure_grace_seconds(self) -> float:
+        # A failure ends the run within seconds, however long a checkpoint takes at its own end.
+        return min(FAILURE_GRACE_SECONDS, self._grace_seconds)
 
     def run(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,7 @@ from torch import nn
 from lockstep.comm import (
     all_gather_in_place,
     any_rank,
-    bytes_of,
     named_barrier,
-    one_copy,
     ranks_with_one_copy,
     start_all_gather_in_place,
     zero_buffer,
@@ -32,17 +29,8 @@ from lockstep.grad import (
 )
 from lockstep.optim.arriving import Arrival
 from lockstep.optim.blocks import Blocks, Piece, cut_evenly, keep_whole, owners_of, pieces_of
+from lockstep.optim.host_copy import BlockProgress, HostCopy
 from lockstep.torch_private import storage_use_count
-
-_NOTE_BYTES = 8
-
-
-class BlockProgress(Enum):
-    """How far the update of a rank's block is."""
-
-    BEFORE = 0
-    IN_THE_MIDST = 1
-    DONE = 2
 
 
 class FlatParameters:
@@ -83,15 +71,12 @@ class FlatParameters:
         self.pieces = pieces_of(self._blocks, numels, group.rank())
         self._kinds = [_kind(parameter) for parameter in parameters]
         dtype, device = parameters[0].dtype, parameters[0].device
-        self._copy, self._num_updates = None, 0
-        num_bytes = group.size() * self._blocks.size * dtype.itemsize
-        notes = group.size() * _NOTE_BYTES
-        if device.type == "cpu" and (found := one_copy(group, num_bytes + notes)) is not None:
-            self._copy = found
-            self._memory = self._copy.private[:num_bytes].view(dtype)
-            self._updated = self._copy.shared[:num_bytes].view(dtype)
-            # For each rank, twice the number of updates of its block; plus one during an update.
-            self._notes = bytes_of(self._copy.shared[num_bytes:]).cast("q")
+        self._copy: HostCopy | None = None
+        if device.type == "cpu":
+            self._copy = HostCopy.create(group, self._blocks.size * dtype.itemsize)
+        if self._copy is not None:
+            self._memory = self._copy.private.view(dtype)
+            self._updated = self._copy.shared.view(dtype)
         else:
             self._memory = self._updated = self.new_memory(dtype)
         self._views = self.views_of(self._memory)
@@ -233,18 +218,8 @@ class FlatParameters:
 
         Every rank must call it; it blocks until no rank reads the earlier values any more.
         """
-        if self._copy is None:
-            return
-        named_barrier(self.group, "begin of an update")
-        self._copy.is_updated = True
-        self._notes[self.group.rank()] = 2 * self._num_updates + 1
-        self._changed = self._copy.changed()
-        size = self._blocks.size * self._memory.element_size()
-        first, last = self.group.rank() * size, (self.group.rank() + 1) * size
-        for start, stop in self._changed:
-            both = slice(max(start, first), min(stop, last))
-            if both.start < both.stop:
-                self._copy.shared[both] = self._copy.private[both]
+        if self._copy is not None:
+            self._copy.begin_update()
 
     def publish(
         self,
@@ -257,13 +232,9 @@ class FlatParameters:
         parameters overlap: then whatever reads one does. See :class:`Arrival`.
         """
         if self._copy is not None:
-            self._notes[self.group.rank()] = 2 * self._num_updates + 2
-            named_barrier(self.group, "end of an update")
-            self._copy.drop(self._changed)
-            self._copy.is_updated = False
+            self._copy.end_update()
         elif not self._overlaps:
             all_gather_in_place(self.group, self._memory)
-        self._num_updates += 1
         torch.autograd.graph.increment_version(updated)
         if self._overlaps:
             started = start_all_gather_in_place(self.group, self._memory)
@@ -271,9 +242,7 @@ class FlatParameters:
 
     def progress(self) -> set[BlockProgress]:
         """Return how far the ranks are in an update that has failed on this rank."""
-        if self._copy is None:
-            return {BlockProgress.IN_THE_MIDST}
-        return {BlockProgress(note - 2 * self._num_updates) for note in self._notes}
+        return {BlockProgress.IN_THE_MIDST} if self._copy is None else self._copy.progress()
 
 
 def with_memory_of_others(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:

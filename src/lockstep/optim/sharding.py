@@ -23,7 +23,8 @@ from lockstep.grad import ScatteredBucket, lacks_gradient
 from lockstep.nn import finish_failed, refresh_engines_of
 from lockstep.optim.divided import State
 from lockstep.optim.division import Division, DivisionOptions, GroupsOf
-from lockstep.optim.flat import BlockProgress, FlatParameters
+from lockstep.optim.flat import FlatParameters
+from lockstep.optim.host_copy import BlockProgress
 from lockstep.optim.in_shards import refuse_other_bits
 from lockstep.optim.known import divide_base_step, known_base
 from lockstep.optim.methods import methods_with_state

@@ -68,13 +68,16 @@ class Progress:
 
     Attributes:
         num_done: How many steps are committed.
+        first: How many were so when the program began.
+        num_steps: How many there are in all.
         seed: Of all random numbers.
         best: The best metric so far.
     """
 
     def __init__(self, batches: Any, things: Mapping[str, Any], num_ranks: int) -> None:
         self.batches, self._num_ranks = batches, num_ranks
-        self.num_done, self.seed = 0, 0
+        self.num_done = self.first = self.seed = 0
+        self.num_steps: float = 0
         self.best: float | None = None
         self._modes = ModulesModes(things)
         self._modules = [unwrapped(each) for each in things.values() if isinstance(each, nn.Module)]

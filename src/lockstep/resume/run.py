@@ -7,9 +7,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -17,20 +16,18 @@ import torch
 from lockstep import spans
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
-from lockstep.comm import context_of, device_of_facts
+from lockstep.comm import context_of
 from lockstep.generators import Seeds, global_generators
-from lockstep.launcher import START_AGAIN, SnapshotMemory
+from lockstep.launcher import START_AGAIN
 from lockstep.resume.accumulation import Accumulation
 from lockstep.resume.checkpoints import Checkpoints
-from lockstep.resume.copies import Copies
-from lockstep.resume.newest import key_of, load_newest
+from lockstep.resume.in_memory import InMemory
 from lockstep.resume.pace import Agreed, SnapshotPace
 from lockstep.resume.progress import Progress
 from lockstep.resume.seeds import seed_step
 from lockstep.resume.signals import StopSignals
-from lockstep.resume.snapshots import Snapshots
 from lockstep.status import Asked
-from lockstep.world import alike_failures_of, detect, restarts_of
+from lockstep.world import restarts_of
 
 T = TypeVar("T")
 _log = logging.getLogger("lockstep")
@@ -39,20 +36,6 @@ _log = logging.getLogger("lockstep")
 def _is_asked() -> bool:
     """Whether this rank's launcher has asked it to stop, as more hosts have come."""
     return spans.status is not None and spans.status.asked is Asked.TO_STOP
-
-
-def _copies(ranks: Ranks, memory: SnapshotMemory, descriptors: Sequence[int]) -> Copies | None:
-    """Return this rank's part in copies on other hosts, if the launcher has memory for some.
-
-    There are none if the loop isn't over all ranks, or on a network without tensors of the CPU.
-    """
-    of_others = SnapshotMemory.inherited(descriptors) if descriptors else None
-    place = detect(os.environ)
-    if of_others is None or place.local_world_size is None or place.world_size != ranks.size:
-        return None
-    if device_of_facts(ranks.group).type != "cpu":
-        return None
-    return Copies(ranks, memory, of_others, place.local_world_size)
 
 
 class _Loops:
@@ -101,50 +84,31 @@ class Steps(Generic[T]):
         self._loops = context_of(ranks.group).get(_Loops)
         self._signals = StopSignals()
         self.restarts, descriptors = restarts_of(os.environ)
-        mine = descriptors[: SnapshotMemory.NUM_SLOTS]
-        others = descriptors[SnapshotMemory.NUM_SLOTS :]
-        memory = SnapshotMemory.inherited(mine) if mine else None
-        self._snapshots: Snapshots | None = None
-        self._copies: Copies | None = None
-        if memory is not None:
-            path = "" if checkpoints is None else str(checkpoints.path)
-            if not path and self._loops.number and ranks.rank == 0:
-                _log.warning(
-                    "steps() number %s of this program has no path, and memory has snapshots of "
-                    "one loop at a time: a restart repeats the earlier loops, and this one. Give "
-                    "each steps() a path of its own.",
-                    self._loops.number + 1,
-                )
-            key = key_of(ranks, path, things, self._loops.number)
-            self._snapshots = Snapshots(memory, things, key, ranks.rank, path)
-            self._copies = _copies(ranks, memory, others)
-        self._copy_seconds = 0.0
+        path = "" if checkpoints is None else str(checkpoints.path)
+        self._memory = InMemory(ranks, things, path, self._loops.number, descriptors, pace)
         self._loops.number += 1
-        self.step = self._first = 0
+        self.step = 0
         self._base: int | None = None  # the steps of earlier loops
-        self._num_steps: float = 0
-        self._next_meeting = self._next_snapshot = 1
+        self._next_meeting = 1
         self._is_best = self._saves = False  # due at the step's end
-        self._is_in_step = self._is_over = self._fails = False
+        self._is_in_step = self._is_over = False
 
     def resume(self, seed: int | None, num_steps: float) -> None:
         """Put all things into the newest state that there is. Every rank calls it."""
-        self._num_steps, progress = num_steps, self._progress
+        progress = self._progress
+        progress.num_steps = num_steps
         kinds = {name: kind_of(thing) for name, thing in sorted(self._things.items())}
         self._ranks.check_same({"things": kinds, "seed": seed}, "give to steps()")
         if self._checkpoints is not None:
             self._checkpoints.prepare()
         proposed = torch.initial_seed() % 2**62 if seed is None else as_whole_number("seed", seed)
         progress.seed = self._ranks.gather(None, proposed)[0]
-        num_alike = alike_failures_of(os.environ)
-        state = load_newest(
-            self._ranks, self._snapshots, self._copies, self._checkpoints, num_alike
-        )
+        state = self._memory.load_newest(self._checkpoints)
         if state is not None:
             progress.load(*state)
             progress.seed = progress.seed if seed is None else seed
-        self.step = self._first = progress.num_done
-        self._next_meeting = self._next_snapshot = progress.num_done + 1
+        self.step = progress.first = progress.num_done
+        self._next_meeting = self._memory.next_step = progress.num_done + 1
 
     @property
     def epoch(self) -> int:
@@ -221,21 +185,18 @@ class Steps(Generic[T]):
             with ExitStack() as stack:
                 stack.enter_context(self._signals)
                 stack.enter_context(self._accumulation)
-                if self._snapshots is not None:
-                    stack.enter_context(self._snapshots)
+                stack.enter_context(self._memory.entered())
                 yield from self._run(one_epoch=one_epoch)
         finally:
             self._note_left()
             self._loops.running = None
             self._loops.num_steps = self._base + self._progress.num_done
-            if self._is_over and self._snapshots is not None:
-                self._snapshots.close()
-                if self._copies is not None:
-                    self._copies.close()
+            if self._is_over:
+                self._memory.close()
 
     def _note_left(self) -> None:
         """Note the run's last step if break, or an error, has left it: at exit that is told."""
-        is_last = self._progress.num_done + 1 >= self._num_steps or (
+        is_last = self._progress.num_done + 1 >= self._progress.num_steps or (
             self._batches.is_last_epoch and self._batches.is_last_of_epoch(reads=False)
         )
         if self._checkpoints is None or not (self._is_in_step and is_last):
@@ -248,7 +209,7 @@ class Steps(Generic[T]):
         if self._is_in_step:  # the loop was left, by break or at its epoch's end
             self._end_step()
         progress = self._progress
-        while progress.num_done < self._num_steps:
+        while progress.num_done < progress.num_steps:
             self._pace.begin_step()
             if spans.status is not None:
                 spans.status.begin_step((self._base or 0) + progress.num_done)
@@ -263,7 +224,7 @@ class Steps(Generic[T]):
             yield batch[0]
             del batch
             self._pace.end_step()
-            is_last = self._batches.is_last_epoch or progress.num_done + 1 >= self._num_steps
+            is_last = self._batches.is_last_epoch or progress.num_done + 1 >= progress.num_steps
             if one_epoch and not is_last and self.is_last_of_epoch:
                 return  # what follows this loop belongs to the step too
             self._end_step()
@@ -288,9 +249,7 @@ class Steps(Generic[T]):
 
     def _compare(self) -> None:
         """Warn, once, if a step that was repeated after a restart has given something else."""
-        if self._snapshots is None:
-            return
-        differing = self._snapshots.sample((self._base or 0) + self._progress.num_done)
+        differing = self._memory.differing((self._base or 0) + self._progress.num_done)
         if differing is not None:
             _log.warning(
                 "The program isn't reproducible: step %s has given %r other values than before "
@@ -304,32 +263,25 @@ class Steps(Generic[T]):
 
     def _meet(self) -> None:
         """Agree with the other ranks on what is due, and do it."""
-        done, checkpoints = self._progress.num_done, self._checkpoints
-        takes = self._snapshots is not None and done >= self._next_snapshot
+        done, checkpoints, memory = self._progress.num_done, self._checkpoints, self._memory
+        takes = memory.is_due(done)
         if takes:
-            self._complete_snapshot()
-            self._copy()  # before any rank overwrites the one before
-        agreed = self._pace.exchange(
-            stops=bool(self._signals.name),
+            memory.complete()  # before any rank overwrites the one before
+        agreed = self._agree(
             grows=checkpoints is not None and _is_asked(),
             saves=self._saves or (checkpoints is not None and checkpoints.is_time),
-            fails=self._fails,
-            is_torn=self._snapshots is not None and self._snapshots.is_torn,
             accumulates=self._accumulation.goes_on(),
         )
-        self._settle_last(agreed)
         self._next_meeting = done + agreed.exchange_every
         ends = agreed.stops or agreed.grows
         if agreed.accumulates and (takes or agreed.saves or ends):
             self._saves, self._next_meeting = agreed.saves, done + 1  # all of it later
             return
-        if self._snapshots is not None:
+        if memory.is_there:
             if takes or ends:
-                self._take_snapshot()
-                self._next_snapshot = done + agreed.snapshot_every
-                if not ends:
-                    self._copy()
-            self._next_meeting = min(self._next_meeting, self._next_snapshot)
+                self._take_snapshot(copies=not ends)
+                memory.next_step = done + agreed.snapshot_every
+            self._next_meeting = min(self._next_meeting, memory.next_step)
         if checkpoints is not None and (agreed.saves or ends):
             self._saves = False
             checkpoints.save(done, *self._state(), waits=ends)
@@ -340,10 +292,23 @@ class Steps(Generic[T]):
                 spans.status.asked = Asked.STOPS
             raise SystemExit(START_AGAIN)
 
+    def _agree(self, *, grows: bool, saves: bool, accumulates: bool) -> Agreed:
+        """Return what holds on any rank; of the last snapshot, do what it needs."""
+        agreed = self._pace.exchange(
+            stops=bool(self._signals.name),
+            grows=grows,
+            saves=saves,
+            fails=self._memory.fails,
+            is_torn=self._memory.is_torn,
+            accumulates=accumulates,
+        )
+        self._memory.settle(agreed)
+        return agreed
+
     def _finish(self) -> None:
         self._is_over = True
         done = self._progress.num_done
-        if done == self._first:
+        if done == self._progress.first:
             if done and not self.restarts and self._ranks.rank == 0:
                 _log.warning(
                     "All of the %s steps of this run were done before: none is left. Give steps() "
@@ -353,63 +318,19 @@ class Steps(Generic[T]):
             return
         if self._checkpoints is not None:
             self._checkpoints.save(done, *self._state(), waits=True)
-        if self._snapshots is not None:
-            self._complete_snapshot()
-            self._copy()
-        agreed = self._pace.exchange(
-            stops=bool(self._signals.name),
-            grows=False,
-            saves=False,
-            fails=self._fails,
-            is_torn=self._snapshots is not None and self._snapshots.is_torn,
-            accumulates=False,
-        )
-        self._settle_last(agreed)
-        if self._snapshots is not None:
-            self._take_snapshot()
-            self._copy()
+        self._memory.complete()
+        agreed = self._agree(grows=False, saves=False, accumulates=False)
+        self._take_snapshot()
         if agreed.stops:  # what follows the loop is for the next start
             self._stop(self._signals.name)
-
-    def _settle_last(self, agreed: Agreed) -> None:
-        """Do what the last snapshot needs, if there was something wrong with it on any rank."""
-        if self._snapshots is not None and agreed.fails:
-            self._snapshots.discard()
-            self._snapshots.close()
-            self._snapshots = None
-        elif self._snapshots is not None and agreed.is_torn:
-            self._snapshots.retake()
 
     def _state(self) -> tuple[dict[str, Any], Any]:
         return self._progress.state(), self._batches.loader_state()
 
-    def _take_snapshot(self) -> None:
-        assert self._snapshots is not None
-        step = (self._base or 0) + self._progress.num_done
-        taken = partial(self._snapshots.take, step, *self._state())
-        self._try(lambda: self._pace.took_snapshot(taken() + self._copy_seconds))
-        self._copy_seconds = 0.0
-
-    def _copy(self) -> None:
-        """Let another host have a copy of the newest snapshot. Every rank calls it; it blocks."""
-        if self._snapshots is not None and self._copies is not None:
-            self._copy_seconds += self._copies.update()
-
-    def _complete_snapshot(self) -> None:
-        assert self._snapshots is not None
-        self._try(self._snapshots.join)
-
-    def _try(self, take: Callable[[], object]) -> None:
-        """Take a snapshot, or complete it; if there is no room, all ranks are told at the next."""
-        try:
-            take()
-        except OSError as error:
-            _log.warning(
-                "No snapshots are taken any more: %s. A restart goes on from the newest "
-                "checkpoint. Training goes on.",
-                error,
-            )
-            self._fails = True
+    def _take_snapshot(self, *, copies: bool = True) -> None:
+        if self._memory.is_there:
+            step = (self._base or 0) + self._progress.num_done
+            self._memory.take(step, self._state(), copies=copies)
 
     def _stop(self, signal_name: str) -> NoReturn:
         if self._ranks.rank == 0:
@@ -418,7 +339,7 @@ class Steps(Generic[T]):
             if self._checkpoints is not None:
                 path = self._checkpoints.path
                 kept = f"The state is kept in {path}. Start the program again to go on."
-            elif self._snapshots is not None:
+            elif self._memory.is_there:
                 kept = "The state is in memory, which ends with the launcher: give a path."
             done = self._progress.num_done
             print(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+import time
 import zlib
+from collections.abc import Callable
 
 import torch
 
 from lockstep.checkpoint import SnapshotPlan
 from lockstep.comm import bytes_of
+from lockstep.launcher import SnapshotMemory
 from lockstep.torch_private import _foreach_copy_
 
 _NUM_ELEMENTS = 5  # of a tensor
@@ -56,19 +59,68 @@ class Excerpts:
         return next((k for k, is_other in zip(self._keys, differ, strict=True) if is_other), None)
 
 
+class RepeatedStep:
+    """Compares a step that is repeated after a restart with what it gave before.
+
+    Args:
+        memory: The rank's slots. Samples of the next step stand behind a snapshot.
+
+    Attributes:
+        taken: The step, the slot and the end there of the snapshot that was taken last.
+        seconds: The time that all this has taken.
+    """
+
+    def __init__(self, memory: SnapshotMemory) -> None:
+        self._memory = memory
+        self._excerpts: Excerpts | None = None
+        self._expected: tuple[int, bytes] | None = None  # samples after a step
+        self.taken: tuple[int, int, int] | None = None
+        self.seconds = 0.0
+
+    def expect(self, step: int, slot: int, end: int) -> None:
+        """Expect the samples after ``step`` that are behind the ``end`` of a snapshot, if any."""
+        samples = _read_record(self._memory.view(slot)[end:], step)
+        self._expected = None if samples is None else (step, samples)
+
+    def after(self, step: int, plan: Callable[[], SnapshotPlan]) -> str | None:
+        """Take samples after the step that follows a snapshot, or compare them with those before.
+
+        Returns:
+            The name of a tensor that isn't as it was before a restart, if there is one.
+        """
+        follows = self.taken is not None and step == self.taken[0] + 1
+        expected, is_repeated = self._expected, False
+        if expected is not None and step >= expected[0]:
+            self._expected, is_repeated = None, step == expected[0]
+        if not follows and not is_repeated:
+            return None
+        start = time.perf_counter()
+        current = plan()
+        if self._excerpts is None or self._excerpts.plan is not current:
+            self._excerpts = Excerpts(current)
+        found = self._excerpts.take()
+        if follows and self.taken is not None:
+            _, slot, end = self.taken
+            _write_record(self._memory.view(slot)[end:], step, found)
+        self.seconds += time.perf_counter() - start
+        if not is_repeated or expected is None:
+            return None
+        return self._excerpts.differing(found, expected[1])
+
+
 def room_for(plan: SnapshotPlan) -> int:
     """Return how many bytes a record of a plan's samples takes."""
     return _PREFIX.size + min(len(plan.placed), _MOST_TENSORS) * _BYTES
 
 
-def write_record(memory: memoryview, step: int, samples: bytes) -> None:
+def _write_record(memory: memoryview, step: int, samples: bytes) -> None:
     """Write samples after ``step`` steps to memory, if there is room."""
     record = _PREFIX.pack(_MAGIC, _checksum(step, samples), step, len(samples)) + samples
     if len(record) <= len(memory):
         memory[: len(record)] = record
 
 
-def read_record(memory: memoryview, step: int) -> bytes | None:
+def _read_record(memory: memoryview, step: int) -> bytes | None:
     """Return the samples after ``step`` steps that are in memory; None without any."""
     if len(memory) < _PREFIX.size:
         return None

@@ -18,7 +18,7 @@ from lockstep.comm import bytes_of, check_room
 from lockstep.errors import SharedMemoryFull
 from lockstep.launcher import SnapshotHeader, SnapshotMemory
 from lockstep.resume.checkpoints import LOADER
-from lockstep.resume.samples import Excerpts, read_record, room_for, write_record
+from lockstep.resume.samples import Excerpts, RepeatedStep, room_for
 from lockstep.torch_private import _foreach_copy_
 
 # From this size on, a thread copies what only an optimizer's step changes.
@@ -64,10 +64,7 @@ class Snapshots:
         self._copied: tuple[Excerpts, bytes] | None = None  # of that too
         self._copies_at_once = False
         self._is_first = True
-        self._samples: Excerpts | None = None
-        self._taken: tuple[int, int, int] | None = None  # the last one's step, slot, and end there
-        self._expected: tuple[int, bytes] | None = None  # samples after a step
-        self._more_seconds = 0.0
+        self._repeated = RepeatedStep(memory)
         self._hook: Any = None
 
     def __enter__(self) -> Snapshots:
@@ -126,8 +123,8 @@ class Snapshots:
         """
         start = time.perf_counter()
         self.join()
-        seconds = self._thread_seconds + self._more_seconds
-        self._thread_seconds = self._more_seconds = 0.0
+        seconds = self._thread_seconds + self._repeated.seconds
+        self._thread_seconds = self._repeated.seconds = 0.0
         if self._is_first:
             self._discard_others()
         slot = self._slot
@@ -178,7 +175,7 @@ class Snapshots:
                 self._copy(slot, live, tensors, memory, late=True)
             self._complete(slot, header, tensors)
         self._slot = 1 - slot
-        self._taken = step, slot, header.num_bytes
+        self._repeated.taken = step, slot, header.num_bytes
         return seconds + time.perf_counter() - start
 
     def sample(self, step: int) -> str | None:
@@ -189,25 +186,11 @@ class Snapshots:
         Returns:
             The name of a tensor that isn't as it was before a restart, if there is one.
         """
-        follows = self._taken is not None and step == self._taken[0] + 1
-        expected, is_repeated = self._expected, False
-        if expected is not None and step >= expected[0]:
-            self._expected, is_repeated = None, step == expected[0]
-        if not follows and not is_repeated:
-            return None
-        start = time.perf_counter()
+        return self._repeated.after(step, self._current_plan)
+
+    def _current_plan(self) -> SnapshotPlan:
         self.join()
-        plan = self._live.update()
-        if self._samples is None or self._samples.plan is not plan:
-            self._samples = Excerpts(plan)
-        found = self._samples.take()
-        if follows and self._taken is not None:
-            _, slot, end = self._taken
-            write_record(self._memory.view(slot)[end:], step, found)
-        self._more_seconds += time.perf_counter() - start
-        if not is_repeated or expected is None:
-            return None
-        return self._samples.differing(found, expected[1])
+        return self._live.update()
 
     def _room(self, slot: int, num_bytes: int) -> memoryview:
         if self._memory.capacity(slot) < num_bytes:  # a look at limits takes milliseconds
@@ -303,8 +286,7 @@ class Snapshots:
         snapshot = Snapshot(whole, tensors)
         snapshot.restore(self._things)
         self._slot = 1 - slot
-        samples = read_record(self._memory.view(slot)[header.num_bytes :], step + 1)
-        self._expected = None if samples is None else (step + 1, samples)
+        self._repeated.expect(step + 1, slot, header.num_bytes)
         return rest["values"], snapshot.value(LOADER)
 
     def discard(self, *, but: Collection[int] = ()) -> None:
