@@ -11,7 +11,7 @@ OTHER_PYTHON := .venv-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % s
 JOBS ?= 3
 PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-mutations test-network test-shown test-faults test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
+.PHONY: demo test test-long test-thorough test-mutations test-network test-shown test-faults test-simulated test-torch test-python test-clients check conformance bench docs stranger format clean
 
 demo: .venv/ready  ## Train a network on two processes, and show that splitting loses nothing
 	$(BIN)/lockstep demo
@@ -21,6 +21,9 @@ test: .venv/ready  ## Run the tests
 
 test-long: .venv/ready  ## Run what the tests leave out, or only do a part of
 	$(BIN)/$(PYTEST) --long
+
+test-thorough: .venv/ready  ## Run what takes minutes and is much like other tests
+	$(BIN)/$(PYTEST) --thorough
 
 test-simulated: .venv/ready  ## Run the tests that need GPUs on simulated ones
 	$(BIN)/python -m tests.simulated -n $(JOBS) --dist worksteal tests/gpu tests/simulated

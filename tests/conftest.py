@@ -2,7 +2,8 @@
 
 ``make test`` runs all tests but those with the mark ``long``. Of those with the mark
 ``shortened`` it does a part, and of tests with examples by Hypothesis a fifth of the examples. With
-``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them.
+``--long``, as in ``make test-long``, the tests of these three kinds run, and all of them; those
+with the mark ``thorough`` run with ``--thorough`` alone, as in ``make test-thorough``.
 
 Tests with the mark ``forks`` fork in place of new interpreters (see tests/interpreters.py), unless
 there is ``--true-starts``.
@@ -51,11 +52,12 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run the tests of make test-long.")
+    parser.addoption("--thorough", action="store_true", help="Run those of make test-thorough.")
     parser.addoption("--true-starts", action="store_true", help="Fork no interpreters.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("long"):
+    if config.getoption("long") or config.getoption("thorough"):
         hypothesis.settings.load_profile("long")
 
 
@@ -86,17 +88,24 @@ def _leave_modules_to_no_collection() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the other of ``make test`` and ``make test-long`` runs."""
+    """Leave out what the others of ``make test``, ``test-long`` and ``test-thorough`` run."""
     wanted = _is_longer if config.getoption("long") else _is_not_long
+    wanted = _is_thorough if config.getoption("thorough") else wanted
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = filter(wanted, items)
 
 
+def _is_thorough(item: pytest.Item) -> bool:
+    return item.get_closest_marker("thorough") is not None
+
+
 def _is_not_long(item: pytest.Item) -> bool:
-    return item.get_closest_marker("long") is None
+    return item.get_closest_marker("long") is None and not _is_thorough(item)
 
 
 def _is_longer(item: pytest.Item) -> bool:
+    if _is_thorough(item):
+        return False
     has_examples = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     is_shortened = item.get_closest_marker("shortened") is not None
     return has_examples or is_shortened or not _is_not_long(item)

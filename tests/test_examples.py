@@ -91,6 +91,7 @@ def test_data_parallel_by_hand(devices: tuple[str, ...]) -> None:
     assert max(differences) < 1e-12
 
 
+@pytest.mark.long
 @START
 def test_resumed_steps(start: list[str], num_ranks: int) -> None:
     expected = output_of(start, "resumed_steps.py")

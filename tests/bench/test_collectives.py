@@ -48,7 +48,7 @@ def test_bench_measures_every_size_in_every_round() -> None:
     assert "measuring all_reduce, 2 ranks, 1 MiB" in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_bench_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     operations = ["broadcast", "all_gather", "reduce_scatter"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -24,7 +25,8 @@ BODY = programs.BEGIN + programs.usual(
     ("net()", "net(nn.Tanh(), nn.Dropout(0.3))"),
 )
 
-# Whole runs in `make test`; the others are in `make test-long`.
+# Whole runs in `make test`; a third of the others are in `make test-long`, and all others in
+# `make test-thorough`.
 SOON = {"the loss by the number of micro-batches"}
 SOON_RIGHT = {"padded batches and a mean over tokens"}
 
@@ -68,8 +70,9 @@ def checked(
 
 
 def some(names: Iterable[str], soon: set[str]) -> list[object]:
-    """All ``names``, of which those that aren't in ``soon`` are for `make test-long`."""
-    return [pytest.param(name, marks=[] if name in soon else [pytest.mark.long]) for name in names]
+    """All ``names``, of which those that aren't in ``soon`` are for longer tests."""
+    marks = itertools.cycle([pytest.mark.long, pytest.mark.thorough, pytest.mark.thorough])
+    return [pytest.param(name, marks=[] if name in soon else [next(marks)]) for name in names]
 
 
 @pytest.mark.parametrize("name", some(planted.MISTAKES, SOON))

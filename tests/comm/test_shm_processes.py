@@ -166,6 +166,7 @@ def test_a_forked_child_is_told_that_the_group_is_not_its_own(tmp_path: Path):
 # Limits.
 
 
+@pytest.mark.long
 @pytest.mark.true_start  # a fork has memory that its parent has freed
 def test_a_limit_is_an_error_that_says_so(tmp_path: Path):
     run(
@@ -279,7 +280,8 @@ def test_memory_that_all_ranks_have_mapped_takes_no_descriptor(tmp_path: Path):
 
 
 @needs_root
-@pytest.mark.parametrize("size", [pytest.param("64m", marks=pytest.mark.long), "none"])
+@pytest.mark.long
+@pytest.mark.parametrize("size", ["64m", "none"])
 def test_dev_shm_may_be_small_or_absent(tmp_path: Path, size: str):
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare")

@@ -109,7 +109,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize("nprocs", ["1", "3"])
 def test_demo_command(nprocs: str) -> None:
     run = demo("--nprocs", nprocs, "--epochs", "2", "--seed", "5")

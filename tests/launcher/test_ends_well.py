@@ -128,13 +128,14 @@ def ended(run: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -
     return err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
         ("sharded", 2),
-        pytest.param("plain", 2, marks=pytest.mark.long),
-        pytest.param("sharded", 3, marks=pytest.mark.long),
-        pytest.param("plain", 3, marks=pytest.mark.long),
+        pytest.param("plain", 2, marks=pytest.mark.thorough),
+        pytest.param("sharded", 3, marks=pytest.mark.thorough),
+        ("plain", 3),
     ],
 )
 def test_launcher_writes_the_last_snapshot_when_the_grace_ends_in_an_evaluation(

@@ -46,6 +46,7 @@ def test_limit_that_is_too_low_is_named_at_once(bench: Bench, limit: int) -> Non
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_run_needs_no_more_descriptors_than_it_opens(bench: Bench) -> None:
     """With 17 it is refused, where the launcher has inherited one."""
     bench.script(TRAIN.format(num_well=1))

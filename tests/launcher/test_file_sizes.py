@@ -75,7 +75,10 @@ def test_a_limit_that_leaves_no_room_for_the_launcher_is_named(bench: Bench) -> 
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [(INIT, "no room"), (GROUPS, "The store where the ranks meet is full: File too large")],
+    [
+        pytest.param(INIT, "no room", marks=pytest.mark.long),
+        (GROUPS, "The store where the ranks meet is full: File too large"),
+    ],
 )
 def test_a_store_without_room_is_named_and_ends(bench: Bench, script: str, said: str) -> None:
     done = run(bench, script)
@@ -85,6 +88,7 @@ def test_a_store_without_room_is_named_and_ends(bench: Bench, script: str, said:
     assert "Fatal Python error" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_full_store_is_dropped(bench: Bench) -> None:
     """Or torch would read its last entry, which is there in part, for ever, if only to free it."""
     script = bench.script(

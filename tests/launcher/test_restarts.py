@@ -346,7 +346,8 @@ def process_that_forks(bench: Bench, launcher: int) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_process_that_forks_ranks_is_started_anew_if_it_has_ended(
     bench: Bench, moment: str
 ) -> None:

@@ -181,6 +181,7 @@ def test_without_host_0_the_run_ends_and_goes_on_when_it_is_given_again(bench: B
         assert lines(run, host) == ["attempt 0 from 8 False", expected]
 
 
+@pytest.mark.long
 def test_hosts_that_have_saved_are_to_be_started_again(bench: Bench) -> None:
     """A signal at one of them stops the ranks of both in one step."""
     hosts = TwoHosts(bench)
@@ -215,7 +216,7 @@ def test_the_last_snapshot_of_two_hosts_is_written_by_host_0(bench: Bench) -> No
         assert lines(run, host) == ["attempt 0 from 8 False", expected]
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_signal_while_hosts_agree_on_the_outcome_ends_both(bench: Bench, host: int) -> None:
     """One is suspended meanwhile, and the other has a rank that failed."""
     runs = TwoHosts(bench).waiting()

@@ -279,10 +279,10 @@ def test_a_frozen_table_is_the_same_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("backend", "kind", "is_run_before"),
     [
-        ("aot_eager", "embedding", False),
-        pytest.param("aot_eager", "embedding", True, marks=pytest.mark.long),
-        pytest.param("aot_eager", "bags", False, marks=pytest.mark.long),
-        pytest.param("eager", "embedding", True, marks=pytest.mark.long),
+        pytest.param("aot_eager", "embedding", False, marks=pytest.mark.long),
+        pytest.param("aot_eager", "embedding", True, marks=pytest.mark.thorough),
+        pytest.param("aot_eager", "bags", False, marks=pytest.mark.thorough),
+        pytest.param("eager", "embedding", True, marks=pytest.mark.thorough),
     ],
 )
 def test_compiled_lookups(backend: str, kind: str, is_run_before: bool) -> None:

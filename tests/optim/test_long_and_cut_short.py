@@ -73,7 +73,7 @@ def test_after_a_rank_was_killed_it_is_told_whose_parameters_they_are(
     run(tmp_path, KILLED.format(killed=killed, note=note, updated=updated))
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_memory_is_flat_over_ten_thousand_steps() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         model = lockstep.parallelize(nn.Linear(512, 8), process_group=group)

@@ -122,7 +122,7 @@ def test_a_step_within_an_epochs_loop_may_end_the_run_or_fail(tmp_path: Path) ->
     assert names_in(tmp_path / "fails") == []
 
 
-@pytest.mark.parametrize("last", [2, 3])
+@pytest.mark.parametrize("last", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_last_step_that_break_leaves_is_told_at_exit(tmp_path: Path, last: int) -> None:
     program = (
         "import lockstep\n"

@@ -89,12 +89,13 @@ def test_a_rank_may_be_killed_in_each_phase(tmp_path: Path) -> None:
             assert abs((onwards or 0) - step) <= 1, kill
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("poison", "from_what"),
     [
-        pytest.param(7, "the snapshot after step 7", marks=pytest.mark.long),
+        (7, "the snapshot after step 7"),
         (6, "the checkpoint 000002"),
-        pytest.param(5, "the checkpoint 000001", marks=pytest.mark.long),
+        (5, "the checkpoint 000001"),
     ],
 )
 def test_what_fails_alike_goes_on_from_an_older_state(
@@ -108,6 +109,7 @@ def test_what_fails_alike_goes_on_from_an_older_state(
     assert f"The run goes on from {from_what}" in found.errors
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_the_same_step_as_a_snapshot_is_no_older_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,8 +59,13 @@ def test_two_ranks_print_what_one_device_does(name: str, tmp_path: Path) -> None
         assert [*map(float, numbers)] == pytest.approx([*map(float, wanted)], abs=3e-6)
 
 
-@pytest.mark.long
-@each_program
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "gpt" else pytest.mark.thorough)
+        for name in NUM_STEPS
+    ],
+)
 def test_the_check_finds_nothing(name: str, tmp_path: Path) -> None:
     program = str(HERE / "parallel" / f"{name}.py")
     output = _output_of([*TWO_RANKS, "--check", "5", program], tmp_path)

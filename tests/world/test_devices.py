@@ -159,7 +159,11 @@ except lockstep.LockstepError as error:
     ("options", "says"),
     [
         ({"device": "cuda:5"}, "init(device='cuda:5') was asked for, but torch can use "),
-        ({"device": "cpu", "backend": "nccl"}, "The backend 'nccl' carries tensors of cuda "),
+        pytest.param(
+            {"device": "cpu", "backend": "nccl"},
+            "The backend 'nccl' carries tensors of cuda ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_device_that_one_rank_lacks_is_told_on_all(
