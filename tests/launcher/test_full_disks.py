@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_without_memfd import NUMBER, REFUSED, needs_seccomp
+from tests.launcher.without_memfd import NUMBER, REFUSED, needs_seccomp
 
 pytestmark = [
     pytest.mark.long,

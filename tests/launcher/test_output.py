@@ -22,10 +22,10 @@ pytestmark = pytest.mark.forks
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([b"\n", b"\r", b"\r\n", b"a\rb"])))
 def test_splitter_loses_nothing(chunks: list[bytes]) -> None:
     splitter = LineSplitter()
-    pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
-    assert all(piece.endswith((b"\n", b"\r")) for piece in pieces)
+    lines = [line for chunk in chunks for line in splitter.feed(chunk)]
+    assert all(line.endswith((b"\n", b"\r")) for line in lines)
     data, rest = b"".join(chunks), splitter.finish()
-    assert b"".join(pieces + rest) in (data, data + b"\n")
+    assert b"".join(lines + rest) in (data, data + b"\n")
     assert not rest or not data.endswith((b"\n", b"\r"))
 
 
@@ -46,13 +46,13 @@ def test_splitter_looks_at_each_byte_a_few_times(monkeypatch: pytest.MonkeyPatch
             looked_at += len(data)
             # What doesn't end in a line's end is searched again from each of its bytes.
             assert data.endswith((b"\n", b"\r"))
-            return [piece for piece in data.splitlines(keepends=True) if piece]
+            return [line for line in data.splitlines(keepends=True) if line]
 
-    monkeypatch.setattr(output, "_PIECE", Pattern())
+    monkeypatch.setattr(output, "_LINE", Pattern())
     splitter = LineSplitter()
     chunks = [b"x" * 1000] * 1000 + [b"y\nz"]
-    pieces = [piece for chunk in chunks for piece in splitter.feed(chunk)]
-    assert pieces == [b"x" * 1_000_000 + b"y\n"]
+    lines = [line for chunk in chunks for line in splitter.feed(chunk)]
+    assert lines == [b"x" * 1_000_000 + b"y\n"]
     assert splitter.finish() == [b"z\n"]
     assert looked_at < 2 * sum(map(len, chunks))
 
@@ -105,8 +105,8 @@ def test_labeller_never_lets_one_source_continue_the_line_of_another(
 def test_labeller_goes_on_after_a_prompt() -> None:
     labeller = Labeller()
 
-    def label(source: int, *pieces: bytes) -> bytes:
-        return labeller.label(source, b"[%d] " % source, pieces)
+    def label(source: int, *lines: bytes) -> bytes:
+        return labeller.label(source, b"[%d] " % source, lines)
 
     assert label(0, b"name? ") == b"[0] name? "
     assert label(0, b"got it\n", b"(Pdb) ") == b"got it\n[0] (Pdb) "

@@ -13,7 +13,7 @@ from lockstep.launcher import SnapshotHeader, SnapshotMemory, newest_step
 from lockstep.launcher.snapshot_memory import HEADER_BYTES
 from lockstep.world import restart_environment, restarts_of
 
-LAYOUT, VALUES = b'{"model": []}', b'{"epoch": 3}'
+PLACES, VALUES = b'{"model": []}', b'{"epoch": 3}'
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def descriptors_of(memory: SnapshotMemory) -> tuple[int, ...]:
 
 def write(memory: SnapshotMemory, slot: int, step: int, tensors: bytes = b"t" * 100) -> None:
     memory.discard(slot)
-    everything = tensors + LAYOUT + VALUES
+    everything = tensors + PLACES + VALUES
     memory.room(slot, len(everything))[: len(everything)] = everything
     memory.complete(slot, header_of(step, tensors))
 
@@ -42,10 +42,10 @@ def header_of(step: int, tensors: bytes) -> SnapshotHeader:
         step,
         rank=0,
         tensor_bytes=len(tensors),
-        layout_bytes=len(LAYOUT),
+        places_bytes=len(PLACES),
         value_bytes=len(VALUES),
         tensor_checksum=zlib.crc32(tensors),
-        text_checksum=zlib.crc32(LAYOUT + VALUES),
+        text_checksum=zlib.crc32(PLACES + VALUES),
         key=b"k" * 32,
         path="/data/run",
     )
@@ -57,7 +57,7 @@ def test_a_snapshot_is_read_as_it_was_written(memory: SnapshotMemory) -> None:
     header = memory.newest()
     assert header == header_of(5, b"abc")
     assert bytes(memory.view(0)[:3]) == b"abc"
-    assert memory.texts(0, header) == (LAYOUT, VALUES)
+    assert memory.texts(0, header) == (PLACES, VALUES)
 
 
 def test_the_newest_of_two_slots_is_found(memory: SnapshotMemory) -> None:
@@ -126,7 +126,7 @@ def test_memory_stays_where_it_is_until_more_is_needed(memory: SnapshotMemory) -
 
 def test_a_path_too_long_for_the_header_is_left_out(memory: SnapshotMemory) -> None:
     memory.room(0, 100)
-    empty = header_of(5, b"")._replace(layout_bytes=0, value_bytes=0)
+    empty = header_of(5, b"")._replace(places_bytes=0, value_bytes=0)
     memory.complete(0, empty._replace(path="/x" * 3000))
     assert memory.newest() == empty._replace(path="")
 

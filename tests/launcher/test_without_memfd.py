@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 import shutil
 import stat
 import subprocess
@@ -22,23 +21,11 @@ from lockstep.memory_files import files_in_memory, memory_file, name_of
 from lockstep.status import RunStatus
 from lockstep.world import Placement, Starter, rendezvous
 from tests.launcher.bench import Bench
+from tests.launcher.without_memfd import NUMBER, REFUSED, needs_seccomp
 from tests.waiting import until
 
-# The number of the system call.
-NUMBER = {"x86_64": 319, "aarch64": 279}.get(platform.machine())
 SHM = Path("/dev/shm")
 
-# Have the kernel refuse it to this process and all that it starts, as sandboxes do.
-REFUSED = """
-import ctypes, os, struct, sys
-number, errno = map(int, sys.argv[1:3])
-rows = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (6, 0, 0, 0x50000 | errno), (6, 0, 0, 0x7fff0000)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(code))
-libc = ctypes.CDLL(None)
-if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
-    sys.exit("no seccomp")
-"""
 PROGRAM = """
 import os, time
 import torch, torch.distributed as dist, lockstep
@@ -59,12 +46,6 @@ if os.environ.get("OMPI_COMM_WORLD_RANK") is None:
             os.execv(sys.executable, [sys.executable, sys.argv[3]])
     sys.exit(max(os.wait()[1] for _ in range(2)))
 """
-
-needs_seccomp = pytest.mark.skipif(
-    NUMBER is None
-    or subprocess.run([sys.executable, "-c", REFUSED, str(NUMBER), "1"], check=False).returncode,
-    reason="needs seccomp, and the number of the system call",
-)
 
 
 @pytest.mark.long

@@ -41,7 +41,7 @@ class SnapshotPlan:
             while the next forward and backward run.
         late_bytes: The size of these.
         num_bytes: The size of all.
-        layout: What is where, as JSON has it.
+        places: What is where, as JSON has it.
     """
 
     def __init__(self, things: Mapping[str, Any], start: int = 0) -> None:
@@ -61,7 +61,7 @@ class SnapshotPlan:
             start += padded(flat.nbytes)
         self.num_bytes = start
         parts = [*dict.fromkeys(key for key, *_ in local.ranges)]
-        self.layout = {"things": trees, "tensors": tensors, "parts": parts}
+        self.places = {"things": trees, "tensors": tensors, "parts": parts}
         late = _changed_by_steps(things)
         self.late = [each for each in self.placed if _storage(each.elements) in late]
         self.late_bytes = sum(each.elements.nbytes for each in self.late)
@@ -201,18 +201,18 @@ class Snapshot(Manifest):
     """A snapshot in memory, read as a checkpoint is.
 
     Args:
-        layout: What is where: that of a :class:`SnapshotPlan`, or of several.
+        places: What is where: that of a :class:`SnapshotPlan`, or of several.
         memory: The bytes of the tensors.
 
     Attributes:
         parts: The names of tensors of which it has this rank's elements, and others have others.
     """
 
-    def __init__(self, layout: dict[str, Any], memory: torch.Tensor) -> None:
+    def __init__(self, places: dict[str, Any], memory: torch.Tensor) -> None:
         self.folder = self._path = Path("the snapshot")
         self._memory = memory
-        self.parts = frozenset[str](layout["parts"])
-        things = layout["things"]
+        self.parts = frozenset[str](places["parts"])
+        things = places["things"]
         self.facts = {
             "things": things,
             "divided": {name: thing["divided"] for name, thing in things.items()},
@@ -222,7 +222,7 @@ class Snapshot(Manifest):
                 Header(header[0], tuple(header[1]), tuple(header[2])),
                 tuple(StoredPiece(start, stop, 0, offset, 0) for start, stop, offset in pieces),
             )
-            for key, (header, pieces) in layout["tensors"].items()
+            for key, (header, pieces) in places["tensors"].items()
         }
 
     def _damaged(self, what: str, name: str = "") -> CheckpointDamaged:
@@ -270,7 +270,7 @@ class Snapshot(Manifest):
 def merged(
     first: dict[str, Any], second: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one layout of two, with the options that optimizers had since the first was made."""
+    """Return the places of two plans, with the options that optimizers had since the first one."""
     things = first["things"] | second["things"]
     for name, groups in options.items():
         saved = things[name]["tree"]["dict"]["param_groups"]

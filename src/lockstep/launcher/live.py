@@ -186,21 +186,21 @@ class Live:
         # terminal's last line belongs to whoever types.
         self._prompted_at: list[int] | None = None
 
-    def take_bars(self, source: Source, label: bytes, pieces: list[bytes]) -> list[bytes]:
-        """Keep the progress bars among ``pieces`` of a stream; return what is to be written."""
+    def take_bars(self, source: Source, label: bytes, lines: list[bytes]) -> list[bytes]:
+        """Keep the progress bars among ``lines`` of a stream; return what is to be written."""
         written = []
-        for piece in pieces:
-            text = _ESCAPES.sub(b"", piece).strip()
-            if piece.endswith(b"\r"):
+        for line in lines:
+            text = _ESCAPES.sub(b"", line).strip()
+            if line.endswith(b"\r"):
                 self._in_bar.add(source)
                 if text:
                     self._bars[source] = label + text
                 continue
-            if piece.endswith(b"\n"):
+            if line.endswith(b"\n"):
                 self._in_bar.discard(source)
             # A bar that is complete is followed by an empty line.
             bar = self._bars.pop(source, None)
-            written.append(piece if bar is None or text else bar[len(label) :] + b"\n")
+            written.append(line if bar is None or text else bar[len(label) :] + b"\n")
         return written
 
     def take_rest(self, source: Source, label: bytes, rest: bytes) -> bool:

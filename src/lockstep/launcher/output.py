@@ -21,7 +21,7 @@ from lockstep.status import now
 
 # Longer lines are cut, since a line that never ends must not fill the memory.
 MAX_LINE_BYTES = 1 << 20
-_PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 # A line that stays unfinished for this time is a prompt; others are just being written.
 _PROMPT_NS = 100_000_000
 # How long a stream may take nothing once a signal has come, before all output is dropped.
@@ -31,9 +31,9 @@ _PICTURE_SECONDS = 0.2
 
 
 class LineSplitter:
-    r"""Cuts a stream into pieces, each a whole line.
+    r"""Cuts a stream into whole lines.
 
-    A piece ends in ``\n``, or in ``\r`` where the writer means to write over it: a progress bar
+    One ends in ``\n``, or in ``\r`` where the writer means to write over it: a progress bar
     has to be seen before its line is over.
     """
 
@@ -42,17 +42,17 @@ class LineSplitter:
         self._max_line_bytes = max_line_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add ``data`` to the stream; return the pieces that it completes."""
-        pieces: list[bytes] = []
+        """Add ``data`` to the stream; return the lines that it completes."""
+        lines: list[bytes] = []
         if end := max(data.rfind(b"\n"), data.rfind(b"\r")) + 1:
             # Not beyond the last line's end: there the pattern would retry from each byte.
-            pieces = _PIECE.findall(bytes(self._rest) + data[:end])
+            lines = _LINE.findall(bytes(self._rest) + data[:end])
             self._rest.clear()
         self._rest += data[end:]
         while len(self._rest) >= self._max_line_bytes:
-            pieces.append(bytes(self._rest[: self._max_line_bytes]) + b"\n")
+            lines.append(bytes(self._rest[: self._max_line_bytes]) + b"\n")
             del self._rest[: self._max_line_bytes]
-        return pieces
+        return lines
 
     @property
     def rest(self) -> bytes:
@@ -67,34 +67,34 @@ class LineSplitter:
 
 
 class Labeller:
-    r"""Labels the pieces of several sources that go to one destination.
+    r"""Labels the lines of several sources that go to one destination.
 
-    Invariant: the output of one source never continues a line of another. A piece that ends in
-    ``\r`` leaves its line open, so another source's piece is preceded by a newline. So does a
-    piece without an end, such as a prompt; its source's next piece continues it without a label.
+    Invariant: the output of one source never continues a line of another. One that ends in ``\r``
+    stays open, so another source's line is preceded by a newline. So does one without an end, such
+    as a prompt; what its source writes next continues it without a label.
     """
 
     def __init__(self) -> None:
-        self._open: Hashable = None  # source of the piece that the cursor stands on
-        # The end of each source's last piece: a newline, \r, or nothing.
+        self._open: Hashable = None  # source of the line that the cursor stands on
+        # The end of each source's last line: a newline, \r, or nothing.
         self._ends: dict[Hashable, bytes] = {}
 
-    def label(self, source: Hashable, label: bytes, pieces: Iterable[bytes]) -> bytes:
-        """The bytes to write for ``pieces`` of ``source``."""
-        return b"".join(self._label_one(source, label, piece) for piece in pieces)
+    def label(self, source: Hashable, label: bytes, lines: Iterable[bytes]) -> bytes:
+        """The bytes to write for ``lines`` of ``source``."""
+        return b"".join(self._label_one(source, label, line) for line in lines)
 
     def finish(self) -> bytes:
         """The bytes to write at the end, so that other output begins on a line of its own."""
         was_open, self._open = self._open, None
         return b"\n" if was_open is not None else b""
 
-    def _label_one(self, source: Hashable, label: bytes, piece: bytes) -> bytes:
+    def _label_one(self, source: Hashable, label: bytes, line: bytes) -> bytes:
         is_open, last_end = self._open == source, self._ends.get(source, b"\n")
         continues = is_open and not last_end
-        if piece == b"\r" and not continues:  # tqdm writes it before a bar: nothing to show yet
+        if line == b"\r" and not continues:  # tqdm writes it before a bar: nothing to show yet
             return b""
-        end = piece[-1:] if piece.endswith((b"\n", b"\r")) else b""
-        ends_bar = piece in (b"\n", b"\r\n") and last_end == b"\r"
+        end = line[-1:] if line.endswith((b"\n", b"\r")) else b""
+        ends_bar = line in (b"\n", b"\r\n") and last_end == b"\r"
         newline = b"\n" if not is_open and self._open is not None else b""
         self._ends[source] = end
         if ends_bar and not is_open:  # another source's newline has ended it already
@@ -102,7 +102,7 @@ class Labeller:
         self._open = None if end == b"\n" else source
         if ends_bar:
             return b"\n"
-        return newline + (b"" if continues else label) + piece
+        return newline + (b"" if continues else label) + line
 
 
 class Console:
@@ -136,25 +136,25 @@ class Console:
         """
         source = rank, destination
         splitter = self._splitters[source]
-        pieces = splitter.feed(data) if data else splitter.finish()
+        lines = splitter.feed(data) if data else splitter.finish()
         if self._live is not None:
-            self._show(rank, destination, pieces)
+            self._show(rank, destination, lines)
             if self._live.take_rest(source, _label(rank), splitter.rest) or not show_prompt:
                 self._prompts.pop(source, None)
             else:
                 self._prompts[source] = now() + _PROMPT_NS
             return
         if data and show_prompt:
-            pieces += [rest[:-1] for rest in splitter.finish()]
-        self._show(rank, destination, pieces)
+            lines += [rest[:-1] for rest in splitter.finish()]
+        self._show(rank, destination, lines)
 
-    def _show(self, rank: int, destination: int, pieces: list[bytes]) -> None:
-        if pieces:
+    def _show(self, rank: int, destination: int, lines: list[bytes]) -> None:
+        if lines:
             source, label = (rank, destination), _label(rank)
-            self._log(rank, b"".join(pieces))
+            self._log(rank, b"".join(lines))
             if self._live is not None:
-                pieces = self._live.take_bars(source, label, pieces)
-            labelled = self._labellers[destination].label(source, label, pieces)
+                lines = self._live.take_bars(source, label, lines)
+            labelled = self._labellers[destination].label(source, label, lines)
             if self._live is not None and os.isatty(destination):
                 labelled = self._live.around(labelled)
             self._writers[destination].put(labelled)

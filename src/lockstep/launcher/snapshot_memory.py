@@ -1,7 +1,7 @@
 """Snapshots of one rank's state in memory that the launcher holds, so that they outlive the rank.
 
 Each rank has two files in memory, its slots, which it writes in turns. A slot has a header, the
-bytes of the tensors, and two texts: the layout of these bytes, and all other values. The header is
+bytes of the tensors, and two texts: the places of the tensors, and all other values. The header is
 written last and has a checksum of its own: a slot that a rank was killed in writing isn't whole.
 Headers are read without mapping the rest, and without torch.
 
@@ -35,7 +35,7 @@ class SnapshotHeader(NamedTuple):
         step: How many steps are in it: the number of the step that follows.
         rank: The rank whose state it is.
         tensor_bytes: The size of the tensors.
-        layout_bytes: The size of the text that says where each tensor is.
+        places_bytes: The size of the text that says where each tensor is.
         value_bytes: The size of the text with all other values.
         tensor_checksum: Of the tensors, as the writer computes it.
         text_checksum: CRC-32 of both texts.
@@ -46,7 +46,7 @@ class SnapshotHeader(NamedTuple):
     step: int
     rank: int
     tensor_bytes: int
-    layout_bytes: int
+    places_bytes: int
     value_bytes: int
     tensor_checksum: int
     text_checksum: int
@@ -56,7 +56,7 @@ class SnapshotHeader(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of all that follows the header."""
-        return self.tensor_bytes + self.layout_bytes + self.value_bytes
+        return self.tensor_bytes + self.places_bytes + self.value_bytes
 
 
 class SnapshotMemory:
@@ -201,11 +201,11 @@ class SnapshotMemory:
     def texts(self, slot: int, header: SnapshotHeader) -> tuple[bytes, bytes] | None:
         """Return the two texts of a slot; None if they aren't as they were written."""
         start = HEADER_BYTES + header.tensor_bytes
-        text = os.pread(self._descriptors[slot], header.layout_bytes + header.value_bytes, start)
-        is_whole = len(text) == header.layout_bytes + header.value_bytes
+        text = os.pread(self._descriptors[slot], header.places_bytes + header.value_bytes, start)
+        is_whole = len(text) == header.places_bytes + header.value_bytes
         if not is_whole or zlib.crc32(text) != header.text_checksum:
             return None
-        return text[: header.layout_bytes], text[header.layout_bytes :]
+        return text[: header.places_bytes], text[header.places_bytes :]
 
     def complete(self, slot: int, header: SnapshotHeader) -> None:
         """Write the header, when all else of the slot is written: it is whole from now on."""

@@ -70,8 +70,8 @@ def _read(memory: SnapshotMemory, step: int) -> _Of | None:
     tensors = torch.frombuffer(memory.view(slot), dtype=torch.uint8)[: header.tensor_bytes]
     if texts is None or checksum_of(tensors) != header.tensor_checksum:
         return None
-    layout, rest = map(json.loads, texts)
-    whole = merged(layout, rest["layout"], rest["options"])
+    places, rest = map(json.loads, texts)
+    whole = merged(places, rest["places"], rest["options"])
     return _Of(header, Snapshot(whole, tensors), rest["values"])
 
 

@@ -53,7 +53,7 @@ class Snapshots:
         self._memory, self._things = memory, things
         self.key, self._rank, self._path = key, rank, path
         self._live = LiveThings(things)
-        self._layout: tuple[SnapshotPlan | None, bytes] = (None, b"")
+        self._places: tuple[SnapshotPlan | None, bytes] = (None, b"")
         self._targets: dict[int, tuple[Any, SnapshotPlan, list[list[torch.Tensor]]]] = {}
         self._sources: list[list[torch.Tensor]] = []  # those copied at once, and late
         self._slot = 0  # the one to write next
@@ -130,21 +130,21 @@ class Snapshots:
         slot = self._slot
         self._memory.discard(slot)
         live = self._live.update()
-        if self._layout[0] is not live:
-            self._layout = live, json.dumps(live.layout).encode()
+        if self._places[0] is not live:
+            self._places = live, json.dumps(live.places).encode()
         rest = {n: t for n, t in self._things.items() if n not in self._live.names}
         if loader_state is not None:
             rest[LOADER] = loader_state
         changing = SnapshotPlan(rest, live.num_bytes)
         text = json.dumps(
-            {"layout": changing.layout, "options": self._live.options(), "values": values}
+            {"places": changing.places, "options": self._live.options(), "values": values}
         ).encode()
-        texts = self._layout[1] + text
+        texts = self._places[1] + text
         header = SnapshotHeader(
             step=step,
             rank=self._rank,
             tensor_bytes=changing.num_bytes,
-            layout_bytes=len(self._layout[1]),
+            places_bytes=len(self._places[1]),
             value_bytes=len(text),
             tensor_checksum=0,
             text_checksum=zlib.crc32(texts),
@@ -280,9 +280,9 @@ class Snapshots:
         Raises:
             CheckpointMismatch: If the things are others now.
         """
-        slot, header, (layout, rest) = self._of_step(step)
+        slot, header, (places, rest) = self._of_step(step)
         tensors = torch.frombuffer(self._memory.view(slot), dtype=torch.uint8)
-        whole = merged(layout, rest["layout"], rest["options"])
+        whole = merged(places, rest["places"], rest["options"])
         snapshot = Snapshot(whole, tensors)
         snapshot.restore(self._things)
         self._slot = 1 - slot
