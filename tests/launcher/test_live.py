@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lockstep.launcher import live
 from lockstep.launcher.live import Live, Moment, picture, summary_line
-from lockstep.status import RankState, RunStatus, in_time
+from lockstep.run_status import RankState, RunStatus, in_time
 from tests.launcher.bench import Bench
 from tests.waiting import until
 

@@ -7,7 +7,7 @@ import pytest
 from lockstep.launcher import Job, starting
 from lockstep.launcher.job import Program
 from lockstep.launcher.starting import StartOfMany
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 
 SECOND = 1_000_000_000
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.status import STACKS_SIGNAL, RunStatus
+from lockstep.run_status import RunStatus
+from lockstep.status import STACKS_SIGNAL
 from tests.launcher.bench import Bench
 from tests.waiting import until
 

@@ -18,7 +18,7 @@ from lockstep.comm import Segment
 from lockstep.errors import LaunchError, RendezvousFailed, SharedMemoryFull
 from lockstep.launcher import launch
 from lockstep.memory_files import files_in_memory, memory_file, name_of
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 from lockstep.world import Placement, Starter, rendezvous
 from tests.launcher.bench import Bench
 from tests.launcher.without_memfd import NUMBER, REFUSED, needs_seccomp

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lockstep.observe.attach import Frame, Observed, _main_stack, verdict
-from lockstep.status import RankState
+from lockstep.run_status import RankState
 
 SECOND = 1_000_000_000
 TORCHS = Path(torch.__file__).parent / "nn.py"

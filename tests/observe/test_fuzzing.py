@@ -27,7 +27,7 @@ from lockstep.observe.analysis import step_times
 from lockstep.observe.faults import Spool
 from lockstep.observe.trace_files import read, read_folder
 from lockstep.observe.tracing import _RankTrace
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import mutated, mutated_json, watched
 from tests.memory import growth_of, peak_of

@@ -17,7 +17,7 @@ import lockstep
 from lockstep import spans
 from lockstep.observe import logger, report
 from lockstep.observe.trace_files import read_folder
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 
 pytestmark = pytest.mark.usefixtures("nothing_logged")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.observe import attach
-from lockstep.status import STACKS_SIGNAL, RunStatus, _Number
+from lockstep.run_status import RunStatus
+from lockstep.status import STACKS_SIGNAL, Number
 from tests.memory import FIXED_BYTES, peak_of
 
 NAME = "lockstep-aaaaaaaa.lockstep-{} (deleted)"  # as /proc shows a file that is removed
@@ -77,7 +78,7 @@ def test_pages_take_at_most_twice_their_size() -> None:
     for page, rank in enumerate(run.ranks):
         rank.begin(page)
         rank._memory[4096 : 4096 + len(logged)] = logged
-        rank._numbers[_Number.LOGGED_BYTES] = len(logged)
+        rank._numbers[Number.LOGGED_BYTES] = len(logged)
     assert len(run.ranks[5].read().values) == 500
     peak = min(peak_of(observe) for _ in range(3))  # other threads' memory is counted as well
     assert peak < 2 * len(run._memory) + FIXED_BYTES, peak / len(run._memory)

@@ -29,7 +29,8 @@ from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
 from lockstep.launcher.zygote import Attempt, NoRoom, Zygote
 from lockstep.printable import printable_lines, signal_name
-from lockstep.status import Asked, RankState, RunStatus
+from lockstep.run_status import RankState, RunStatus
+from lockstep.status import Asked
 from lockstep.world import restart_environment
 
 _MOST_REASON = 120  # characters in the line about a restart

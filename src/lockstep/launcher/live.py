@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lockstep.status import RankState, RunStatus, in_a_second, in_time, now
+from lockstep.run_status import RankState, RunStatus, in_a_second, in_time
+from lockstep.status import now
 from lockstep.world import is_dumb_terminal
 
 Source = tuple[int, int]  # a rank, and 1 or 2 for its stdout or stderr

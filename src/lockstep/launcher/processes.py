@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lockstep.deadline import Deadline
 from lockstep.errors import LaunchError
-from lockstep.status import stat_fields
+from lockstep.run_status import stat_fields
 
 # Name of an environment variable that every process of a run inherits. If the supervisor was
 # killed, the guardian finds by it the processes that have left their rank's process group.

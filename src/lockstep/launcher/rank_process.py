@@ -20,7 +20,7 @@ from lockstep.launcher.job import Job
 from lockstep.launcher.rank import LENGTH_BYTES, run_rank
 from lockstep.launcher.restarts import START_AGAIN
 from lockstep.launcher.starting import StartOfMany
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 
 _LAST_WORDS_BYTES = 8192
 

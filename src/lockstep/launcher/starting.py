@@ -7,7 +7,8 @@ import select
 from collections.abc import Callable
 
 from lockstep.launcher.job import Job, num_cores
-from lockstep.status import RunStatus, in_time, now
+from lockstep.run_status import RunStatus, in_time
+from lockstep.status import now
 
 # A core starts so many ranks in a few seconds.
 _FEW_FOR_A_CORE = 8

@@ -28,7 +28,7 @@ from lockstep.launcher.snapshot_memory import SnapshotMemory
 from lockstep.launcher.starting import StartOfMany
 from lockstep.launcher.watch import Watch
 from lockstep.printable import printable_lines, signal_name
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 
 
 def main() -> int:

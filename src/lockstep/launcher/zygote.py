@@ -32,7 +32,7 @@ from lockstep.launcher.job import Job
 from lockstep.launcher.rank_process import RankProcess, fork_ranks, kill_ranks
 from lockstep.launcher.starting import StartOfMany
 from lockstep.memory_files import memory_file
-from lockstep.status import RunStatus
+from lockstep.run_status import RunStatus
 
 _MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 3  # of one message: a rank's connection and its two outputs

@@ -20,18 +20,8 @@ from lockstep.errors import BadLaunch
 from lockstep.launcher import is_users_file, state_in_words
 from lockstep.memory_files import files_in_memory, open_in_memory
 from lockstep.printable import printable
-from lockstep.status import (
-    MEMORY_NAME,
-    PAGE_BYTES,
-    STACKS_NAME,
-    STACKS_SIGNAL,
-    VERSION,
-    RankState,
-    RunStatus,
-    in_time,
-    now,
-    stat_fields,
-)
+from lockstep.run_status import MEMORY_NAME, VERSION, RankState, RunStatus, in_time, stat_fields
+from lockstep.status import PAGE_BYTES, STACKS_NAME, STACKS_SIGNAL, now
 from lockstep.tables import FittedTable
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02

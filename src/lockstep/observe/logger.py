@@ -26,7 +26,7 @@ from lockstep.folders import new_text, open_named
 from lockstep.observe.event_files import EventFile
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.printable import printable
-from lockstep.status import in_a_second, in_time
+from lockstep.run_status import in_a_second, in_time
 from lockstep.world import this_rank
 
 Values = Mapping[str, float]

@@ -29,7 +29,7 @@ from lockstep.deadline import Deadline
 from lockstep.entries import name_in, text_in
 from lockstep.errors import ContradictoryInit, InitError, RendezvousFailed
 from lockstep.memory_files import files_in_memory, memory_file, name_of
-from lockstep.status import stat_fields
+from lockstep.run_status import stat_fields
 from lockstep.world.environment import Placement, Starter, detect
 from lockstep.world.network import addresses, first_reached, is_local, resolved
 from lockstep.world.silence import end_on_silence
