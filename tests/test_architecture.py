@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_326,
+        "observe": 6_358,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -174,7 +174,16 @@ BUCKET = b'{"bucket":0,"bytes":1,"index":0,"hooked":false,"deferred":false,"para
 
 def _crafted(kind: str, number: int) -> bytes:
     """Lines of which each takes as much memory as its kind can."""
+    wide = ("\U0001f600" + 50_000 * "a").encode()  # four bytes a character
     return {
+        "wide names of a bucket": BUCKET % wide * (number // 300),
+        "wide loaders": b"".join(
+            b'{"loader":%d,"dataset":"%s","workers":0,"persistent":true}\n' % (n, wide)
+            for n in range(number // 300)
+        ),
+        "wide names of values": b"".join(
+            b'{"log":{"%d%s":1},"step":1,"time":1}\n' % (n, wide) for n in range(number // 300)
+        ),
         "lists": b'{"a":[' + b"[]," * 10 * number + b"[]]}\n",
         "names": b"".join(b"%x 1 1 0 0  0\n" % n for n in range(number)),
         "names of values": b"".join(
@@ -212,6 +221,7 @@ FEW_NAMES = ["lists", "names of values", "loaders", "iterations", "wide columns"
 MANY_SPANS = [
     *("names", "steps", "buckets", "threads"),
     *("spans of a step", "open spans", "buckets of a step"),
+    *("wide names of a bucket", "wide loaders", "wide names of values"),
 ]
 
 

@@ -10,7 +10,7 @@ import statistics
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ _SORTED_KINDS = sorted(_KINDS)
 _WITHIN_OTHERS = ("wait", "launch", "rows")
 _MOST_COUNTS = 2**31 - 1
 _MOST_CURVES = 256  # of logged values, each of which is drawn by itself
+_MOST_NAMES = 1 << 17  # characters of the names in a bucket
 # A number has the kind of a span and, as a multiple of this, its line.
 _LANE = 16
 
@@ -252,7 +253,7 @@ def _entries(found: RankSpans, texts: _Texts) -> Iterator[_Entry]:
             yield _Entry(span.start, span.stop, places[span.name], within, texts(of))
     for bucket in found.buckets:
         depth = 10 + bucket.number
-        text = texts(found.bucket_facts[bucket.number].get("parameters", ""))
+        text = texts(_names_in(found.bucket_facts[bucket.number]))
         yield _Entry(bucket.ready, bucket.done, places["bucket"], depth, text)
         yield _Entry(bucket.launched, bucket.done, places["all-reduce"], depth, text)
 
@@ -282,6 +283,12 @@ def _packed(numbers: Iterable[int]) -> str:
     return base64.b64encode(zlib.compress(array("i", within))).decode()
 
 
+def _names_in(facts: Mapping[str, Any]) -> str:
+    """The names of a bucket's parameters, as far as a page shows them."""
+    names: str = facts.get("parameters", "")
+    return names if len(names) <= _MOST_NAMES else f"{names[:_MOST_NAMES]}, and more"
+
+
 def _buckets(found: RankSpans) -> list[dict[str, str]]:
     times: dict[int, array[float]] = defaultdict(lambda: array("d"))
     for bucket in found.buckets:
@@ -292,7 +299,7 @@ def _buckets(found: RankSpans) -> list[dict[str, str]]:
             "size": size(facts["bytes"]),
             "steps": f"{len(times[number]):,}",
             "took": duration(statistics.median(times[number])),
-            "names": facts["parameters"],
+            "names": _names_in(facts),
         }
         for number, facts in sorted(found.bucket_facts.items())
         if times[number]

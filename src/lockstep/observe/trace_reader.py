@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from array import array
@@ -34,12 +35,17 @@ from lockstep.printable import printable
 # A rank writes less than that: as objects, what a line says may take 30 times as much.
 _MOST_LINE_BYTES = 1 << 18
 _MOST_TIME, _MOST_NUMBER = 1 << 62, 1 << 53
-# The characters of a word that are kept.
-_MOST_WORD = 200
+# The characters that are kept of a word, and of the name of what was logged.
+_MOST_WORD, _MOST_NAME = 200, 1000
 # What a file takes in memory, as a multiple of its length; and what its columns may, in which few
 # large numbers widen all others, beyond some bytes that there are in any case. After how many lines
 # that is looked at.
 _GROWTH, _MOST_COLUMN_GROWTH, _FREE_BYTES, _CHECKED_LINES = 2, 1.5, 1 << 16, 1 << 14
+
+# Of names of parameters, in text that has a character beyond Latin-1: each takes as much as that.
+_MOST_WIDE_BYTES = 3 << 20
+_OF_TWO_BYTES, _OF_FOUR_BYTES = re.compile(rb"[\xc4-\xff]"), re.compile(rb"[\xf0-\xff]")
+_MARKS = bytes(range(0x80)) + b"?" * 0x80
 
 Check = Callable[[Any], bool]
 
@@ -267,6 +273,7 @@ class _Reader:
             self._step_ends.append(end)
         elif "loader" in found:
             facts = _checked(found, _LOADER, 4)
+            facts["dataset"] = facts["dataset"][:_MOST_WORD]
             self._loaders[_below(facts.pop("loader"), MOST_LOADERS)] = facts
         elif "operators" in found:
             self._facts |= _checked(found, _OPERATORS, 3)
@@ -297,8 +304,11 @@ class _Reader:
         named = path.stem.removeprefix("rank-")
         if named.isdecimal() and int(named) != facts["rank"]:
             raise ValueError(f"by what it says it is of rank {facts['rank']}")
+        num_left = _MOST_WIDE_BYTES
         for of_bucket in self._bucket_facts.values():
-            of_bucket["parameters"] = of_bucket["parameters"].decode(errors="surrogatepass")
+            names = of_bucket["parameters"]
+            num_left -= _width(names) * len(names)
+            of_bucket["parameters"] = _text_of(names, may_be_wide=num_left >= 0)
         for number in {*self._buckets.of("number")} - self._bucket_facts.keys():
             self._bucket_facts[number] = {"bytes": 0, "index": number, "parameters": ""}
         spans, buckets, batches, ends = self._spans, self._buckets, self._batches, self._step_ends
@@ -328,7 +338,23 @@ class _Logged(Rows[dict[str, Any]]):
     def _row(self, index: int) -> dict[str, Any]:
         line = self._lines[self._ends[index] : self._ends[index + 1]]
         facts = _checked(json.loads(line), _LOG, 3)
-        return facts | {"log": {printable(name): each for name, each in facts["log"].items()}}
+        return facts | {
+            "log": {printable(name[:_MOST_NAME]): each for name, each in facts["log"].items()}
+        }
+
+
+def _width(names: bytearray) -> int:
+    """How many bytes each character takes of text in UTF-8, where one of them needs more than 1."""
+    if _OF_TWO_BYTES.search(names) is None:
+        return 0
+    return 2 if _OF_FOUR_BYTES.search(names) is None else 4
+
+
+def _text_of(names: bytearray, *, may_be_wide: bool) -> str:
+    """Return the text, or where there is too much of it, with question marks beyond ASCII."""
+    if not may_be_wide and not names.isascii():
+        names = names.translate(_MARKS, bytes(range(0x80, 0xC0)))
+    return names.decode(errors="surrogatepass")
 
 
 def _numbers(words: list[str], number: int) -> list[int]:
