@@ -252,8 +252,29 @@ SHOWN = [
     mutation(
         "test_a_change_of_one_rank_alone_is_named_on_all",
         "grad/reducer.py",
-        "now.is_to_tell = self._buckets[-1].heard.look() or tells",
+        "now.is_to_tell = self.table.heard.look() or tells",
         "now.is_to_tell = tells",
+        delay="lazy",
+    ),
+    mutation(
+        "test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all",
+        "nn/after_backward.py",
+        "            self._take_part(called[-1])",
+        "            raise AssertionError",
+        delay="lazy",
+    ),
+    mutation(
+        "test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all",
+        "nn/backward_pass.py",
+        "Deadline(_TO_DROP_SECONDS).until(lambda: self.end is None, _POLL_SECONDS)",
+        "pass",
+        delay="lazy",
+    ),
+    mutation(
+        "test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all",
+        "grad/facts.py",
+        "self.failed = self.failed or",
+        "self.failed = None and",
         delay="lazy",
     ),
     mutation(

@@ -45,9 +45,11 @@ from .join_state import Announced as Announced
 from .join_state import Announcement as Announcement
 from .join_state import JoinState as JoinState
 from .join_state import add_update as add_update
+from .join_state import follow_update as follow_update
 from .join_state import gather_announced as gather_announced
 from .join_state import join_state_of as join_state_of
 from .join_state import mean_divisor as mean_divisor
+from .join_state import num_updates as num_updates
 from .join_state import set_join_state as set_join_state
 from .join_state import sum_announced as sum_announced
 from .network import bind_gloo as bind_gloo

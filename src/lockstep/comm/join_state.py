@@ -128,17 +128,11 @@ class JoinState:
 
     def follow_update(self, announcement: Announcement) -> None:
         """Take the step of a sharded optimizer that the others have announced."""
-        update = context_of(self._group).get(_Joining).updates[announcement.detail]()
-        if update is None:
-            raise CollectiveFailed(
-                "A sharded optimizer steps in join(), and this rank, which is through, has dropped "
-                "it. Keep it until the end of the loop."
-            )
-        update(self._group, announcement.active[0])
+        follow_update(self._group, announcement.detail, announcement.active[0])
 
 
-# Takes a step along with the ranks of a group that still have data, with the options of that rank.
-Update = Callable[[ProcessGroup, int], None]
+# Takes a step along with other ranks of a group; with the options and gradients of a rank, if any.
+Update = Callable[[ProcessGroup, int | None], None]
 
 
 class _Joining:
@@ -156,6 +150,30 @@ def add_update(group: ProcessGroup, update: Update) -> int:
     updates = context_of(group).get(_Joining).updates
     updates.append(weakref.WeakMethod(update))
     return len(updates) - 1
+
+
+def num_updates(group: ProcessGroup) -> int:
+    """Return how many updates have been added."""
+    joining = context_of(group).find(_Joining)
+    return 0 if joining is None else len(joining.updates)
+
+
+def follow_update(group: ProcessGroup, number: int, first: int | None) -> None:
+    """Take the step of a sharded optimizer that other ranks take.
+
+    Args:
+        group: The ranks.
+        number: That of the update.
+        first: The rank whose options and gradients count; None for those of this rank.
+    """
+    update = context_of(group).get(_Joining).updates[number]()
+    if update is None:
+        raise CollectiveFailed(
+            "Other ranks take a step of a sharded optimizer that this rank has dropped. It has to "
+            "take part, as it has no more data in join(), or has caught the error of a backward. "
+            "Keep the optimizer until the end of the loop."
+        )
+    update(group, first)
 
 
 def join_state_of(group: ProcessGroup) -> JoinState | None:

@@ -6,6 +6,7 @@ from lockstep.grad.comm_hook import CommHook, GradBucket, view_like
 from lockstep.grad.contents import Contents
 from lockstep.grad.deferred import DeferredBucket
 from lockstep.grad.describe import DescribedBucket, describe_buckets
+from lockstep.grad.diagnostics import failed_before
 from lockstep.grad.facts import WhoTold
 from lockstep.grad.memory import aligned, gradient_dtype
 from lockstep.grad.one_pass import Phase
@@ -41,6 +42,7 @@ __all__ = [
     "assign_buckets",
     "bucket_of",
     "describe_buckets",
+    "failed_before",
     "gradient_dtype",
     "gradient_of",
     "lacks_gradient",

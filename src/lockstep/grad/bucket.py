@@ -16,7 +16,7 @@ from lockstep.comm import can_average, start_all_reduce
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, naming, raise_named
-from lockstep.grad.facts import Facts, Flags, Heard, write_facts
+from lockstep.grad.facts import Facts, Flags, write_facts
 from lockstep.grad.memory import held
 from lockstep.torch_private import gradient_of
 
@@ -43,7 +43,6 @@ class Bucket:
     Attributes:
         contents: The gradients.
         group: The ranks.
-        heard: Of other ranks, in earlier backwards.
         can_average: Whether the group can average them faster than this rank can scale its own.
     """
 
@@ -52,7 +51,6 @@ class Bucket:
 
     def __init__(self, contents: Contents, group: dist.ProcessGroup) -> None:
         self.contents, self.group = contents, group
-        self.heard = Heard(contents.plan.device)
         # For small gradients scaling takes another pass over the memory; and a half or a quarter
         # of a number is exact.
         is_scaled = contents.is_large and group.size().bit_count() == 1

@@ -69,6 +69,24 @@ def failed_elsewhere(num_failed: int, ranks: int, group: dist.ProcessGroup) -> C
     )
 
 
+def failed_before(failed: tuple[int, int] | None, group: dist.ProcessGroup) -> CollectiveFailed:
+    """Return the error for all ranks if they have heard of a failed backward on a GPU only now.
+
+    Args:
+        failed: On how many ranks, and the sum of their numbers; None if others have heard of it.
+        group: The ranks.
+    """
+    num_failed, ranks = failed or (0, 0)
+    who = f"rank {global_rank(group, ranks)}" if num_failed == 1 else "some rank"
+    return CollectiveFailed(
+        f"A backward failed on {who} some steps ago, and its error was caught there. On "
+        "accelerators ranks learn of it only now, as none waits for another: the gradients of that "
+        "step were no numbers, or lacked a part, and an optimizer that has stepped with them has "
+        "changed parameters and state on some ranks, or on all. Go on from a checkpoint from "
+        "before, and let the error end the rank."
+    )
+
+
 class GradientLog:
     """Logs, once each, that no rank uses some parameters, and that all ranks have equal gradients.
 

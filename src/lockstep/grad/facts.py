@@ -75,6 +75,7 @@ class Facts:
 
     On a GPU failures aren't read, which would wait for it: there are none then, and the gradients
     of a failed rank were NaN (or 0 for a communication hook, which may keep them for later steps).
+    :class:`Heard` hears of them later.
 
     Args:
         tail: The sums, divided by ``divisor``.
@@ -122,12 +123,18 @@ class Heard:
     tells that too. Ranks that tell read the facts, and wait for the device, until all ranks tell:
     that is in the same backward for all of them. So the host waits in no other backward.
 
+    A backward that has failed on another rank is told in the same way, by all that hear of it.
+    Shown by test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all.
+
     Attributes:
         is_told: Whether any rank is known to have told something, and not all ranks know of it.
+        failed: The first failed backward that is heard of: on how many ranks, and the sum of their
+            numbers.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.is_told = device, False
+    def __init__(self) -> None:
+        self.is_told = False
+        self.failed: tuple[int, int] | None = None
         # Copied facts, with their divisor, and what tells that they have come, until they are seen.
         self._copy: torch.Tensor | None = None
         self._divisor = 1
@@ -136,12 +143,21 @@ class Heard:
     def look(self) -> bool:
         """Look at facts of an earlier backward if they have come; return :attr:`is_told`."""
         event, copied = self._event, self._copy
-        if event is None or copied is None or _is_capturing(self._device) or not event.query():
+        if event is None or copied is None or _is_capturing(event.device) or not event.query():
             return self.is_told
         self._event = None
-        failed, told = _read(copied)
-        self.is_told |= failed * self._divisor < 1 / 2 and told != 0
+        first, second = _read(copied)
+        if not self._has_failed(first, second, self._divisor):
+            self.is_told |= second != 0
         return self.is_told
+
+    def _has_failed(self, first: float, second: float, divisor: int) -> bool:
+        """Whether a backward with these facts has failed on a rank, which is noted."""
+        if first * divisor < 1 / 2:
+            return False
+        self.failed = self.failed or (round(first * divisor), round(second * divisor))
+        self.is_told = True
+        return True
 
     def hear(self, facts: Facts, *, tells: bool) -> WhoTold:
         """Return which ranks have told something, by the ``facts`` of a backward."""
@@ -154,8 +170,8 @@ class Heard:
             if self._event is None:
                 self._copy_from(failures, facts.divisor)
             return WhoTold.NOBODY
-        first, _ = _read(failures)
-        if first * facts.divisor >= 1 / 2:  # a rank has failed, and told nothing
+        first, second = _read(failures)
+        if self._has_failed(first, second, facts.divisor):  # and that rank has told nothing
             return WhoTold.NOBODY
         self.is_told = first != 0  # not by all
         if self.is_told:

@@ -386,7 +386,7 @@ class Reducer:
         now = self._now
         if now.next_launch < len(self._buckets):
             # Shown by test_a_change_of_one_rank_alone_is_named_on_all.
-            now.is_to_tell = self._buckets[-1].heard.look() or tells
+            now.is_to_tell = self.table.heard.look() or tells
             self._launch()
 
     def finish(self) -> CollectiveFailed | None:
@@ -426,7 +426,7 @@ class Reducer:
             for parameter in table.sparse_parameters:
                 parameter.grad = None
             return failed_elsewhere(facts.num_failed, facts.sum_of_failed, self.process_group)
-        told = last.heard.hear(facts, tells=now.is_to_tell)
+        told = table.heard.hear(facts, tells=now.is_to_tell)
         for bucket in self._buckets:
             bucket.finish()
         # Reading the facts waits for a GPU. A rank that used everything need not.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import broadcast_tensors
+from lockstep.grad.facts import Heard
 
 
 class TableSlice(NamedTuple):
@@ -46,6 +47,7 @@ class GradientTable:
             Buckets hold views of this memory.
         row_bytes: By position, what this rank gave when the ranks last exchanged the rows of a
             sparse gradient.
+        heard: What is heard of the gradients of other ranks later, on a GPU.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GradientTable:
     ) -> None:
         self.named = list(named_parameters)
         self.row_bytes: dict[int, int] = {}
+        self.heard = Heard()
         self.accumulated = bytearray(len(self.named))
         # At first in reversed registration order, which is a good guess: backward ends where
         # forward began.
@@ -79,6 +82,7 @@ class GradientTable:
 
     def take_over(self, previous: GradientTable) -> None:
         """Continue from the state of ``previous``, a table of some of these parameters."""
+        self.heard = previous.heard
         for position, p in enumerate(self.parameters):
             is_known = id(p) in previous.ids
             has_grown = previous.is_unreduced(p) if is_known else p.grad is not None

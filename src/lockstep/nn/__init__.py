@@ -1,5 +1,6 @@
 """Modules whose replicas stay in step, and the means that they are trained on."""
 
+from lockstep.nn.after_backward import Call
 from lockstep.nn.autograd import refuse_transforms
 from lockstep.nn.backward import backward_sync_of, finish_failed
 from lockstep.nn.buffers import policy_of
@@ -34,6 +35,7 @@ from lockstep.nn.verify import refusal_of_divided
 
 __all__ = [
     "TORCHS_WRAPPERS",
+    "Call",
     "DataParallel",
     "DistributedDataParallel",
     "ParallelState",

@@ -13,7 +13,6 @@ from torch import nn
 
 from lockstep.comm import (
     Announced,
-    carrier,
     context_of,
     in_all_groups,
     join_state_of,
@@ -21,6 +20,7 @@ from lockstep.comm import (
 )
 from lockstep.errors import CollectiveFailed, CollectiveMismatch, PeerLost
 from lockstep.grad import Phase, without_autograd
+from lockstep.nn.after_backward import OTHERS, AfterBackward, Call, ranks_on_gpus
 from lockstep.nn.autograd import is_compiled_backward, outermost_running_node
 from lockstep.nn.backward_pass import BackwardPass, End, Outcome
 from lockstep.nn.engine import Engine
@@ -49,8 +49,10 @@ class BackwardSync:
         self._weak_group, self.is_alone = weakref.ref(group), group.size() == 1
         # Autograd has a thread for each device: one may run while another waits for a collective.
         # One lock for all groups on GPUs, of which each begins others: see _sharing_gpus().
-        self._ranks_on_gpus = _ranks_on_gpus(group)
+        self._ranks_on_gpus = ranks_on_gpus(group)
         self._lock = _lock_on_gpus if self._ranks_on_gpus else threading.RLock()
+        # What ranks tell each other then.
+        self._after = AfterBackward(group) if len(self._ranks_on_gpus) > 1 else None
         self._engines = Engines()
         self._backward: BackwardPass | None = None
         self._num_ended = 0
@@ -356,9 +358,12 @@ class BackwardSync:
             self._failed = BackwardPass(None, backward.generation, tells_late=backward.tells_late)
         if outcome is Outcome.MISMATCHED and backward.new_copy is not None:
             self._engines.take_number(backward.new_copy)
+        backward.end = None  # at last: another thread may wait for it
 
-    def finish_failed(self) -> None:
+    def finish_failed(self, call: Call = OTHERS) -> None:
         """Finish a backward that failed here with the other ranks, before any other collective.
+
+        Over GPUs, also tell them of ``call``, by which this rank goes on.
 
         The other ranks wait at its end, or have failed too. Now all launch the same buckets, and
         ranks whose backward succeeded learn of the failure. After a mismatch meanwhile, no rank
@@ -367,20 +372,26 @@ class BackwardSync:
         tell, self.tell_failed_step = self.tell_failed_step, None
         if tell is not None:
             tell(self._group)
-        if self._failed is None:
-            return
+        if self._ranks_on_gpus and self._backward is not None:
+            self._backward.await_failure()
+        if self._failed is not None:
+            self._finish_failed(self._failed)
+        if self._after is not None:
+            self._after.is_next(call)
+
+    def _finish_failed(self, backward: BackwardPass) -> None:
         failed = [
             engine
             for engine in self.engines()
             if engine.reducer.phase is Phase.FAILED and not self._is_reducing(engine)
         ]
-        if failed and self._failed.generation is not self._generation:
+        if failed and backward.generation is not self._generation:
             for engine in failed:
                 engine.reducer.drop_pass()
             self._failed = None
         elif failed:
-            self._failed.engines, self._failed.num_continued = failed, len(failed)
-            self._backward, self._failed = self._failed, None
+            backward.engines, backward.num_continued = failed, len(failed)
+            self._backward, self._failed = backward, None
             self._finish()
         elif self._backward is None:
             self._failed = None
@@ -432,6 +443,8 @@ class BackwardSync:
                 self._engines.note_trained({*backward.engines, *backward.late})
             self._end(backward, outcome or self._outcome_of_failure(backward))
             self._num_ended += 1
+            if self._after is not None:
+                self._after.backward_ended(has_failed=bool(backward.num_continued))
         return backward
 
     def _begin_late(self, backward: BackwardPass) -> None:
@@ -469,14 +482,6 @@ def _group_name(sync: BackwardSync) -> str:
     return sync._group.group_name
 
 
-def _ranks_on_gpus(group: dist.ProcessGroup) -> set[int]:
-    """Return the ranks of ``group`` if GPUs run its collectives; the host runs those of Gloo."""
-    devices = [device for device in getattr(group, "_device_types", ()) if device.type != "cpu"]
-    if all(carrier(group, device) in (None, "gloo") for device in devices):
-        return set()
-    return {*dist.get_process_group_ranks(group)}
-
-
 def all_engines() -> list[Engine]:
     """Return the engines of all groups of several ranks, those of a group by number."""
     syncs = [sync for sync in in_all_groups(BackwardSync) if not sync.is_alone]
@@ -489,6 +494,6 @@ def engines_with(parameters: Collection[torch.Tensor]) -> list[Engine]:
     return [engine for engine in all_engines() if not ids.isdisjoint(engine.reducer.table.ids)]
 
 
-def finish_failed(group: dist.ProcessGroup) -> None:
-    """Finish a backward that failed here, before any other collective over ``group``."""
-    backward_sync_of(group).finish_failed()
+def finish_failed(group: dist.ProcessGroup, call: Call = OTHERS) -> None:
+    """Finish a backward that failed here, before ``call``, or others, over ``group``."""
+    backward_sync_of(group).finish_failed(call)

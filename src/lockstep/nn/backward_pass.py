@@ -10,11 +10,16 @@ from functools import partial
 
 from torch.autograd.function import BackwardCFunction
 
+from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveFailed
 from lockstep.grad import Phase
 from lockstep.nn.engine import Engine
+from lockstep.torch_private import _current_graph_task_id
 
 End = partial[None]
+# How long autograd may take to drop a backward that has failed, as it does at once.
+_TO_DROP_SECONDS = 1.0
+_POLL_SECONDS = 0.01
 
 
 class Outcome(Enum):
@@ -68,6 +73,15 @@ class BackwardPass:
         for engine in engines:
             self.engines.append(engine)
             engine.begin_backward(launch_order, task, sees_graph=sees_graph)
+
+    def await_failure(self) -> None:
+        """Wait until it is dropped if it is over, as it has failed on a GPU.
+
+        The thread that autograd has for a GPU drops the callback, maybe after the program has the
+        error. Shown by test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all.
+        """
+        if self.end is not None and _current_graph_task_id() == -1:
+            Deadline(_TO_DROP_SECONDS).until(lambda: self.end is None, _POLL_SECONDS)
 
     def finish(self) -> Outcome:
         """Wait for the gradients of all engines, and exchange buffers behind the last ones."""

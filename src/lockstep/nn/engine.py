@@ -23,6 +23,7 @@ from lockstep.grad import (
     Reducer,
     UnsummedBucket,
     WhoTold,
+    failed_before,
 )
 from lockstep.nn import autograd
 from lockstep.nn.buffers import BroadcastBuffers, Buffers
@@ -310,14 +311,20 @@ class Engine:
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
             ParameterChanged: On every rank, as :meth:`take_put_in_place`.
+            CollectiveFailed: On every rank, if an earlier backward has failed on a GPU.
         """
-        here = [self.buffers.has_changed(), bool(self.put_in_place()), *self.renormed.are_noted()]
-        has_changed, are_put, *are_noted = any_rank(self.process_group, here)
+        failed = self.reducer.table.heard.failed
+        here = [self.buffers.has_changed(), bool(self.put_in_place()), failed is not None]
+        here += self.renormed.are_noted()
+        has_changed, are_put, has_failed, *are_noted = any_rank(self.process_group, here)
         if has_changed:
             self.buffers.agree()
         self.renormed.exchange(self.process_group, are_noted)
         if are_put:
             self.take_put_in_place()
+        if has_failed:
+            self.reducer.table.heard.failed = None
+            raise failed_before(failed, self.process_group)
 
     def exchange_renormed(self) -> None:
         """Have all ranks take over rows that lookups have scaled. Every rank must call it."""

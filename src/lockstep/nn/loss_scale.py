@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep.comm import device_of_facts, gather_announced, uncompiled
+from lockstep.comm import Announced, device_of_facts, gather_announced, uncompiled
 from lockstep.errors import ModelError
+from lockstep.nn.after_backward import Call
 from lockstep.nn.backward import engines_with, finish_failed
 from lockstep.nn.global_hooks import note_step, receive_gradients
 from lockstep.world import parameters_of
 
 _Found = dict[torch.device, torch.Tensor]
+_NUM_TOLD = 4  # numbers that each rank tells
 _lock = threading.Lock()  # ranks may be threads
 _unscale: Any = GradScaler._unscale_grads_
 
@@ -46,7 +48,7 @@ def _unscale_together(
     receive_gradients(optimizer, engines)
     found: _Found = _unscale(scaler, optimizer, *args, **options)
     for group in dict.fromkeys(engine.process_group for engine in engines):
-        finish_failed(group)
+        finish_failed(group, Call(Announced.GATHER, _NUM_TOLD))
         if _agree(scaler, optimizer, found, group):
             note_step(optimizer, engines)
     return found

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as _torchs
 
-from lockstep.comm import join_state_of, start_all_reduce, uncompiled
+from lockstep.comm import Announced, join_state_of, start_all_reduce, uncompiled
 from lockstep.grad import UnsummedBucket, bucket_of
-from lockstep.nn import finish_failed
+from lockstep.nn import Call, finish_failed
 from lockstep.world import device_of_sums
 
 # The number of elements whose norm a CPU takes at once: after their sum they are in its cache.
@@ -58,19 +58,20 @@ def clip_grad_norm_(
     every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     buckets = [*dict.fromkeys(found[0] for p in every if (found := bucket_of(p)) is not None)]
     power = float(norm_type)
+    # Those of which every parameter is given once: torch's function counts and scales a gradient as
+    # often as its parameter is given.
+    whole = {bucket for bucket in buckets if _is_whole(bucket, every)}
     groups = dict.fromkeys(bucket.group for bucket in buckets)
     for group in groups:
-        finish_failed(group)
+        sums = (bucket for bucket in whole if bucket.group is group and bucket.are_all_unsummed())
+        finish_failed(group, Call(Announced.SUM, sum(1 for _ in sums)))
     # In join(), ranks without data don't call this function, so nothing can be divided.
     if not buckets or not power > 0 or any(map(join_state_of, groups)):
         return _torchs(every, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = []
     for bucket in buckets:
         ids = {*map(id, bucket.contents.parameters)}
-        given = [parameter for parameter in every if id(parameter) in ids]
-        # Torch's counts and scales the gradient of a parameter as often as it is given.
-        is_whole = len(given) == len(ids) == len({*map(id, given)})
-        norm = _norm(bucket, power, is_whole=is_whole)
+        norm = _norm(bucket, power, is_whole=bucket in whole)
         if norm is not None:
             norms.append(norm)
             every = [parameter for parameter in every if id(parameter) not in ids]
@@ -99,6 +100,12 @@ def clip_grad_norm_(
     for gradient in gradients:
         gradient.mul_(factor)
     return total
+
+
+def _is_whole(bucket: UnsummedBucket, given: Iterable[Tensor]) -> bool:
+    ids = {*map(id, bucket.contents.parameters)}
+    found = [id(parameter) for parameter in given if id(parameter) in ids]
+    return len(found) == len(ids) == len({*found})
 
 
 def _norm(bucket: UnsummedBucket, power: float, *, is_whole: bool) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import Announced, add_update, all_gather_json, join_state_of, uncompiled
 from lockstep.errors import CollectiveFailed, ModelError
 from lockstep.grad import ScatteredBucket, lacks_gradient
-from lockstep.nn import finish_failed, refresh_engines_of
+from lockstep.nn import Call, finish_failed, refresh_engines_of
 from lockstep.optim.divided import State
 from lockstep.optim.division import Division, DivisionOptions, GroupsOf
 from lockstep.optim.flat import FlatParameters
@@ -140,7 +140,7 @@ class Sharding:
     def _announce_step(self) -> None:
         self._is_announced = True
         for process_group, number in self._numbers.items():
-            finish_failed(process_group)
+            finish_failed(process_group, Call(Announced.UPDATE, number))
             self._announce(process_group, number)
 
     def _announce_class_closure(self, kind: str) -> None:
@@ -363,10 +363,11 @@ class Sharding:
         if len(active) < process_group.size():
             take_gradients(self._parameters_of(process_group), process_group, active[0])
 
-    def follow(self, process_group: dist.ProcessGroup, first: int) -> None:
-        """Take a step along with ranks that still have data: with options and gradients of one."""
-        take_options(self._optimizer, process_group, first)
-        take_gradients(self._parameters_of(process_group), process_group, first)
+    def follow(self, process_group: dist.ProcessGroup, first: int | None) -> None:
+        """Take a step along with other ranks; with options and gradients of ``first``, if any."""
+        if first is not None:
+            take_options(self._optimizer, process_group, first)
+            take_gradients(self._parameters_of(process_group), process_group, first)
         self._is_announced = True
         self._take_step()
 

@@ -1,0 +1,123 @@
+"""A backward that fails on one rank, whose program catches the error and goes on.
+
+No host waits for a GPU, so that the others go on too: to the step of a sharded optimizer, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import CollectiveFailed
+from tests.simulated import control
+
+pytestmark = pytest.mark.forks
+
+NUM_STEPS, FAILING = 7, 3
+
+
+class Case(NamedTuple):
+    """Who fails, what is sharded, and what comes between backward and step."""
+
+    ranks: Collection[int]
+    shard: Callable = lockstep.shard_optimizer
+    overlap: bool = False
+    clips: bool = False
+    scales: bool = False
+    # Whether the failing ranks' program catches the error of the backward alone, and steps.
+    steps: bool = False
+    num_optimizers: int = 1
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of this rank")
+
+
+def not_sharded(optimizer: torch.optim.Optimizer, **_: object) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def told_in_steps(world: lockstep.World, case: Case) -> list[str]:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    model = lockstep.parallelize(nn.Sequential(*layers).to(world.device), bucket_cap_mb=0.0001)
+    parts = [model] if case.num_optimizers == 1 else [model[0], model[2:]]
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
+    optimizers = [case.shard(optimizer, overlap=case.overlap) for optimizer in optimizers]
+    scaler = torch.amp.GradScaler(world.device.type, enabled=case.scales)
+    told = []
+
+    def forward(step: int) -> torch.Tensor:
+        x = model[0](torch.full((2, 8), 1.0 + world.rank, device=world.device))
+        if step == FAILING and world.rank in case.ranks:
+            x = Fails.apply(x)
+        return model[1:](x).square().sum()
+
+    for step in range(NUM_STEPS):
+        error = ""
+        try:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(forward(step)).backward()
+        except (ValueError, CollectiveFailed) as caught:
+            error = str(caught)
+        if not error or (case.steps and "of this rank" in error):
+            if case.clips:
+                lockstep.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        torch.accelerator.synchronize()
+        told.append(error)
+    return told
+
+
+def told_by_case(world: lockstep.World, cases: list[Case]) -> list[list[str]]:
+    control.set_delay("0,0")
+    return [told_in_steps(world, case) for case in cases]
+
+
+OF_TWO = [
+    Case([1]),
+    Case([1], overlap=True),
+    Case([0], overlap=True, clips=True),
+    Case([1], overlap=True, clips=True, steps=True),
+    Case([0], steps=True),
+    Case([1], num_optimizers=2),
+    Case([0, 1]),
+    Case([1], not_sharded),
+]
+OF_THREE = [Case([0, 2]), Case([1], overlap=True, clips=True)]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, OF_TWO), (3, OF_THREE)])
+def test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all(
+    num_ranks: int, cases: list[Case]
+) -> None:
+    """In the same later step on all; on the CPU it is told at the end of that backward."""
+    by_rank = lockstep.launch(told_by_case, num_ranks, (cases,))
+    for number, case in enumerate(cases):
+        told = [each[number] for each in by_rank]
+        for rank, errors in enumerate(told):
+            assert errors[FAILING] == "of this rank" * (rank in case.ranks), (case, told)
+            errors[FAILING] = ""
+        named = [[step for step, error in enumerate(errors) if error] for errors in told]
+        if len(case.ranks) == num_ranks:  # the step is lost for all
+            assert not any(named), (case, told)
+            continue
+        assert len(named[0]) == 1, (case, told)
+        assert named[0][0] > FAILING, (case, told)
+        assert named == named[:1] * num_ranks, (case, told)
+        who = f"rank {case.ranks[0]}" if len(case.ranks) == 1 else "some rank"
+        assert any(f"failed on {who} some steps ago" in errors[named[0][0]] for errors in told)
