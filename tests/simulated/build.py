@@ -31,8 +31,8 @@ def library(disguise: str) -> Path:
     if torch.version.cuda is not None or torch.version.hip is not None:
         raise CannotBuild(f"torch {torch.__version__} is built for real GPUs")
     compiler = shutil.which("g++")
-    # It finds torch's own libraries where they lie now: another environment's may be gone.
-    key = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version} {disguise}".encode())
+    # Torch's own libraries are loaded before it, wherever they lie.
+    key = hashlib.sha256(f"{torch.__version__} {sys.version} {disguise}".encode())
     for source in SOURCES:
         key.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
@@ -56,7 +56,7 @@ def _compile(compiler: str, disguise: str, path: Path) -> None:
             *(f"-I{include}" for include in includes),
             f"-I{sysconfig.get_path('include')}",
             *(HERE / "device/module.cpp", "-o", built),
-            *(f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"),
+            f"-L{root / 'lib'}",
             *("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"),
         ]
         run = subprocess.run(command, capture_output=True, text=True)

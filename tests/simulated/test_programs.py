@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.simulated.control import KIND
+from tests.simulated.control import BACKEND, KIND
 
 pytestmark = pytest.mark.forks
 
@@ -494,3 +494,4 @@ def test_guard_and_shards_are_refused_on_devices_with_words_that_help() -> None:
     assert len(first) == len(second) == 2
     for words in first:
         assert KIND in words or "on CPUs" in words, words
+    assert f"is over {BACKEND}, " in first[0]

@@ -176,7 +176,8 @@ class Guard:
         if group is None:
             return
         if not isinstance(group, SharedMemoryGroup):
-            name = backend_name(group, torch.device("cpu"))
+            devices = [device for engine in self._engines for device in engine.devices]
+            name = backend_name(group, [*devices, torch.device("cpu")][0])
             raise ModelError(
                 "guard() is for ranks over lockstep's own process groups, shm and threads, on "
                 f"CPUs, and this model's is over {name}, where a rank that has failed can't end "

@@ -1,5 +1,6 @@
 """Gives each Python in whose PYTHONPATH this folder is the simulated devices, with its torch."""
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -20,6 +21,8 @@ class _Torchs:
 
 
 def _load_around(execute, module):
+    # The library is built once for all places of torch, so that it doesn't know this one.
+    ctypes.CDLL(os.path.join(os.path.dirname(module.__file__), "lib", "libtorch_python.so"))
     # Torch's own hooks of CUDA are looked for while it is imported, and only once.
     spec = importlib.util.spec_from_file_location("_simulated", os.environ["SIM_LIBRARY"])
     devices = sys.modules["_simulated"] = importlib.util.module_from_spec(spec)
