@@ -254,7 +254,7 @@ def global_generators() -> Generators:
     return found
 
 
-def own_generators(parameters: Iterable[torch.Tensor], *owners: Mapping[str, Any]) -> Generators:
+def generators_of(parameters: Iterable[torch.Tensor], *owners: Mapping[str, Any]) -> Generators:
     """Return those of devices with ``parameters``, and those among the values of ``owners``.
 
     The generator of the CPU is among the global ones.

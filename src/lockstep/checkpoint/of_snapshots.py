@@ -22,7 +22,7 @@ def save_snapshots(
     path: Path,
     snapshots: Sequence[Snapshot],
     values: Mapping[str, Any],
-    own: Mapping[str, Sequence[Mapping[str, torch.Tensor]]],
+    local: Mapping[str, Sequence[Mapping[str, torch.Tensor]]],
     seed: Callable[[int], None],
 ) -> Path:
     """Save what the ranks had when they took their snapshots; no older checkpoint is removed.
@@ -31,7 +31,7 @@ def save_snapshots(
         path: The folder of checkpoints.
         snapshots: Those of all ranks, after the same step. What ranks have alike is rank 0's.
         values: Plain values to save along, by name.
-        own: Tensors of each rank's own to save along, by name: see :class:`OfRank`.
+        local: Tensors of each rank's own to save along, by name: see :class:`OfRank`.
         seed: Called with each rank, to put the random states that it is to have into this process's
             generators.
 
@@ -48,7 +48,7 @@ def save_snapshots(
     }
     for name, value in values.items():
         things[name] = {"kind": "value", "tree": shared.encode(value, name)}
-    things |= {name: {"kind": "value", "tree": None} for name in own}
+    things |= {name: {"kind": "value", "tree": None} for name in local}
     facts = {
         "lockstep": metadata.version("torch-lockstep"),
         "torch": str(torch.__version__),
@@ -64,7 +64,7 @@ def save_snapshots(
         for rank, snapshot in enumerate(snapshots):
             collector = Collector() if rank else shared
             divided, ranges = parts.of(snapshot, collector)
-            for name, each in own.items():
+            for name, each in local.items():
                 of_rank = OfRank(rank, size, each[rank])
                 divided[name] = of_rank.encode(name, collector)["divided"]
             seed(rank)

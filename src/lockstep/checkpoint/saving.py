@@ -210,7 +210,7 @@ class Writing:
 
 
 def _local_ranges(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> Iterator[Range]:
-    """Yield this rank's ranges of replicated tensors: an equal share of their bytes."""
+    """Yield this rank's ranges of replicated tensors: an equal part of their bytes."""
     large = {key: flat for key, flat in tensors.items() if flat.nbytes >= _SMALL_BYTES}
     if rank == 0:
         yield from (Range(key, 0, flat) for key, flat in tensors.items() if key not in large)

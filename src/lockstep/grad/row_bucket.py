@@ -143,7 +143,7 @@ class RowBucket(Bucket):
         counts, self._rows.counts = self._rows.counts, None
         if counts is None:  # no rank uses the table, and nothing is sent
             return
-        gradient = self._own_rows()
+        gradient = self._local_rows()
         if self._rows.mine is not None and gradient is not None and not gradient.computed_rows():
             # A hook has seen the gradient since, and may have written to it.
             indices, scale = self._rows.mine[0], self.contents.now.scale
@@ -194,18 +194,18 @@ class RowBucket(Bucket):
             if self.contents.now.is_averaged:
                 total.div_(self.group.size())
             view.zero_().index_copy_(0, indices, total.to(view.dtype))
-        if self._own_rows() is not None:
+        if self._local_rows() is not None:
             self.contents.use_views(0, 1)
         super().finish()
 
-    def _own_rows(self) -> RowGradient | None:
+    def _local_rows(self) -> RowGradient | None:
         """Return the parameter's gradient, if it is rows of this rank."""
         gradient = gradient_of(self.contents.parameters[0])
         return gradient if isinstance(gradient, RowGradient) else None
 
     def drop(self) -> None:
         """Drop the gradient of this backward, rows too."""
-        if self.contents.accumulated[0] and self._own_rows() is not None:
+        if self.contents.accumulated[0] and self._local_rows() is not None:
             set_gradient(self.contents.parameters[0], None)
         super().drop()
 
@@ -217,7 +217,7 @@ class RowBucket(Bucket):
         super().undo()
 
     def _make_dense(self) -> None:
-        if (gradient := self._own_rows()) is not None:
+        if (gradient := self._local_rows()) is not None:
             set_gradient(self.contents.parameters[0], gradient.as_dense())
 
     def end(self) -> None:

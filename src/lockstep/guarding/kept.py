@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import without_repeats
-from lockstep.generators import Generators, global_generators, own_generators
+from lockstep.generators import Generators, generators_of, global_generators
 from lockstep.guarding.optimizer import KeptOptimizer
 from lockstep.torch_private import _foreach_copy_
 
@@ -120,14 +120,15 @@ class StateBefore:
     def _begin_generators(self) -> None:
         parameters = (p for module in self._modules for p in module.parameters())
         owners = [*self._owners, *(m for each in self._modules for m in each.modules())]
-        known, own = self._generators, own_generators(parameters, *map(vars, owners))
+        known, found = self._generators, generators_of(parameters, *map(vars, owners))
         are_same = all(
-            name in known and known[name].generator is each.generator for name, each in own.items()
+            name in known and known[name].generator is each.generator
+            for name, each in found.items()
         )
         if not known or not are_same or ("numpy" in known) is not ("numpy" in sys.modules):
             known.clear()
             known.update(global_generators())
-            known.update(own)
+            known.update(found)
         else:
             for generator in known.values():
                 generator.has_drawn()  # with which the next begin() reads less

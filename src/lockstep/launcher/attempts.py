@@ -131,7 +131,7 @@ class Attempts:
         """Start fewer ranks from now on. What is in memory is of as many as there were."""
         written = WrittenOut()
         if (step := self._newest()) is not None:
-            written = self._write_out(step, self._own)
+            written = self._write_out(step, self._local)
         told = "the program begins anew, or at its newest checkpoint"
         if written.error:
             told = f"the last snapshot wasn't written as a checkpoint: {written.error}; {told}"
@@ -148,7 +148,7 @@ class Attempts:
         self._descriptors = self._descriptors[:num_ranks]
 
     @property
-    def _own(self) -> list[Sequence[int]]:
+    def _local(self) -> list[Sequence[int]]:
         """The descriptors of the snapshots of this host's ranks."""
         return [each[: SnapshotMemory.NUM_SLOTS] for each in self._descriptors]
 
@@ -161,16 +161,16 @@ class Attempts:
     def _of_all_ranks(self) -> list[Sequence[int]]:
         """Those of all ranks of the run, in their order; [] if this host doesn't have them all."""
         host = self._host
-        if host is None or host.world_size == len(self._own):
-            return self._own
-        if not host.are_alike or host.world_size != len(self._own) + len(self._copies):
+        if host is None or host.world_size == len(self._local):
+            return self._local
+        if not host.are_alike or host.world_size != len(self._local) + len(self._copies):
             return []
         is_first = host.ranks.start == 0
-        return [*self._own, *self._copies] if is_first else [*self._copies, *self._own]
+        return [*self._local, *self._copies] if is_first else [*self._copies, *self._local]
 
     def _clear(self) -> None:
         """Give the memory of all snapshots back: they are of as many ranks as took them."""
-        for each in (*self._own, *self._copies):
+        for each in (*self._local, *self._copies):
             SnapshotMemory(each).clear()
 
     def _write_out(self, step: int, descriptors: Sequence[Sequence[int]]) -> WrittenOut:
@@ -281,7 +281,7 @@ class Attempts:
     def _add_variables(self, host: Host) -> None:
         """Tell the ranks how often they were started; the run's name for torchrun's stays."""
         self._run_id = self._run_id or host.environments[0]["TORCHELASTIC_RUN_ID"]
-        descriptors = self._descriptors if host.are_alike else self._own
+        descriptors = self._descriptors if host.are_alike else self._local
         for variables, snapshots in zip(host.environments, descriptors, strict=True):
             variables |= {
                 **restart_environment(host.attempt, snapshots, self._record.num_alike),
@@ -320,7 +320,7 @@ class Attempts:
 
     def _newest(self) -> int | None:
         """The newest step that all ranks of this host can go on from."""
-        return newest_step(map(SnapshotMemory, self._own))
+        return newest_step(map(SnapshotMemory, self._local))
 
     def _incident(self, outcome: JobOutcome) -> Incident:
         assert self._host is not None

@@ -233,7 +233,7 @@ class NobodyComes(LaunchError):
     """No other host can come to an endpoint on loopback, and no other launcher of this one does."""
 
 
-def tell_at_other_addresses(meeting: Meeting, own: Endpoint) -> None:
+def tell_at_other_addresses(meeting: Meeting, endpoint: Endpoint) -> None:
     """Let hosts that were given another address of this one hear that nobody is there.
 
     For a moment, each such address has a store in which they read why there is no meeting. If this
@@ -245,9 +245,9 @@ def tell_at_other_addresses(meeting: Meeting, own: Endpoint) -> None:
         "by which they all reach host 0."
     )
     outside = [address for address in addresses() if not is_local(address)]
-    stores = [own.store]
+    stores = [endpoint.store]
     with contextlib.suppress(RuntimeError):
-        dist.PrefixStore("lockstep", own.store).set("given up", why)
+        dist.PrefixStore("lockstep", endpoint.store).set("given up", why)
     for address in outside[:_NUM_TOLD_AT]:
         with contextlib.suppress(OSError, RuntimeError):  # another program has the port
             ((family, where),) = resolved(address, meeting.port).values()

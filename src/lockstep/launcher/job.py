@@ -232,7 +232,7 @@ def num_cores() -> int:
 
 
 def check_num_threads(value: object, num_ranks: int) -> int:
-    """``value`` as a number of threads, by default a share of the cores; may raise BadLaunch."""
+    """``value`` as a number of threads, by default its part of the cores; may raise BadLaunch."""
     if value is None:
         return max(1, num_cores() // num_ranks)
     advice = "Leave it out to share the cores."

@@ -72,7 +72,7 @@ class StepTimes(NamedTuple):
 
 
 class _OfRanks(Rows[Sequence[StepTimes]]):
-    """Steps: of each, the shares of all ranks, which follow each other."""
+    """Steps: of each, the parts of all ranks, which follow each other."""
 
     def __init__(self, found: Columns[StepTimes], num_ranks: int) -> None:
         self._shares, self._num_ranks = found, num_ranks
@@ -86,7 +86,7 @@ class _OfRanks(Rows[Sequence[StepTimes]]):
 
 
 def step_times(ranks: Sequence[RankSpans]) -> Sequence[Sequence[StepTimes]]:
-    """Return, for each step that all ranks have finished, the share of each rank.
+    """Return, for each step that all ranks have finished, the part of each rank.
 
     Raises:
         TraceError: If there is no such step.
@@ -245,14 +245,14 @@ def _parts(step: _Step, came: Sequence[int]) -> RankParts:
     waits = waits_among(step.spans)
     starts = array("q", (wait.start for wait in waits))
     stops = [step.start, *(wait.stop for wait in waits)]
-    own = array("q", map(operator.sub, (*starts, step.stop), stops))
-    phases = {phase: array("q", bytes(8 * len(own))) for phase in REMOVABLE}
+    alone = array("q", map(operator.sub, (*starts, step.stop), stops))
+    phases = {phase: array("q", bytes(8 * len(alone))) for phase in REMOVABLE}
     for begin, end, name in intervals(step.start, outside_of_evaluations(step.spans), step.stop):
         phase = _PHASES_OF_SPANS.get(name, name)
         if name != "wait" and phase in phases:
             phases[phase][bisect_right(starts, begin)] += end - begin
     after = array("q", map(operator.sub, stops[1:], came))
-    return RankParts(step.start, step.stop, own, phases, after)
+    return RankParts(step.start, step.stop, alone, phases, after)
 
 
 def _times_of(
@@ -280,11 +280,11 @@ def _times_of(
             evaluation += end - begin
         before, begin, end, name = name, after_begin, after_end, after
     gradients = union((s.start, s.stop) for s in step.spans if s.name in _SENDS_GRADIENTS)
-    waits_for, evaluations_of, own = Counter[int](), Counter[int](), evaluated[rank]
+    waits_for, evaluations_of, here = Counter[int](), Counter[int](), evaluated[rank]
     transfer = of_gradients = 0
     waits = waits_among(step.spans)
     for index, span in enumerate(waits):
-        if span.start < own.found.until(span.start):
+        if span.start < here.found.until(span.start):
             continue
         waited = 0
         if last:
@@ -292,7 +292,7 @@ def _times_of(
             came = max(span.start, min(came, span.stop))
             waited = came - span.start
             # Had it evaluated no longer than this rank, it would have come that much earlier.
-            longer = evaluated[rank_of_last].before_waits[index] - own.before_waits[index]
+            longer = evaluated[rank_of_last].before_waits[index] - here.before_waits[index]
             if (awaited := min(waited, longer)) > 0:
                 evaluations_of[rank_of_last] += awaited
             waits_for[rank_of_last] += waited - max(0, awaited)

@@ -18,7 +18,7 @@ class RankParts(NamedTuple):
 
     start: int
     stop: int
-    own: Sequence[int]  # the time before each meeting, and after the last one
+    alone: Sequence[int]  # the time before each meeting, and after the last one
     phases: Mapping[str, Sequence[int]]  # how much of that is removable
     after: Sequence[int]  # by meeting, from when the last rank came until this one goes on
 
@@ -53,13 +53,13 @@ class Replay:
 
 def _replayed(ranks: Sequence[RankParts], begins: Sequence[int], what: str) -> list[int]:
     now = [*begins]
-    for index in range(len(ranks[0].own)):
+    for index in range(len(ranks[0].alone)):
         if index:
             came = max(now)
             after = [rank.after[index - 1] for rank in ranks]
             now = [came + (min(0, each) if what == "transfer" else each) for each in after]
         now = [
-            time + rank.own[index] - rank.phases[what][index]
+            time + rank.alone[index] - rank.phases[what][index]
             for time, rank in zip(now, ranks, strict=True)
         ]
     return now

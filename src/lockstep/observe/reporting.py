@@ -145,8 +145,8 @@ def _where(
     names = [*phases, "waiting", "transfer"]
     rows = []
     for found, each in zip(ranks, sums, strict=True):
-        shares = [each[name] / len(steps) / 1e6 for name in names]
-        rows.append([str(found.rank), *that_add_up(shares), in_three_digits(sum(shares))])
+        spent = [each[name] / len(steps) / 1e6 for name in names]
+        rows.append([str(found.rank), *that_add_up(spent), in_three_digits(sum(spent))])
     return ["rank", *names, "whole step"], rows
 
 

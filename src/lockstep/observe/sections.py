@@ -205,11 +205,11 @@ def scaling(
     if found is None:
         return None
     rows = [_scaled(f"{found.measured_ranks:,} measured", found.measured, one_rank)]
-    own = [row.seconds for row in found.rows if row.num_ranks == found.measured_ranks]
+    modelled = [row.seconds for row in found.rows if row.num_ranks == found.measured_ranks]
     others = [row for row in found.rows if row.num_ranks != found.measured_ranks]
     rows += [_scaled(f"{row.num_ranks:,}", row, one_rank) for row in others]
     batch = "" if samples is None else f" of {samples:,} samples"
-    off = own[0] / found.measured.seconds - 1
+    off = modelled[0] / found.measured.seconds - 1
     note = (
         f"The first row is what was measured: an efficiency of {found.measured.efficiency:.0%} is "
         f"the part of a step of {duration(found.measured.seconds)} in which a rank neither waits "

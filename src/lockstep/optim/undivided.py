@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import all_gather_json, join_state_of, uncompiled
 from lockstep.errors import ModelError
-from lockstep.generators import Generators, global_generators, own_generators
+from lockstep.generators import Generators, generators_of, global_generators
 from lockstep.nn import finish_failed
 from lockstep.world import parameters_of
 
@@ -51,7 +51,7 @@ def generators_drawn_from(optimizer: Optimizer) -> Generators:
     """Return the global generators, and those that ``optimizer`` has itself."""
     found = global_generators()
     owners = vars(optimizer), *optimizer.param_groups
-    found.update(own_generators(parameters_of(optimizer), *owners))
+    found.update(generators_of(parameters_of(optimizer), *owners))
     return found
 
 

@@ -29,13 +29,13 @@ class Has(NamedTuple):
     """What snapshots a rank has.
 
     Attributes:
-        own: The steps of its own.
+        local: The steps of its own.
         copies: The step and the key of each copy of those of the rank before.
         key: That of its own, "" if it has no memory for any.
         distance: How many ranks further on its copies are; 0 if there are none.
     """
 
-    own: list[int]
+    local: list[int]
     copies: list[tuple[int, str]]
     key: str
     distance: int
@@ -46,15 +46,15 @@ class Copies:
 
     Args:
         ranks: All ranks.
-        own: The slots of this rank's snapshots.
+        local: The slots of this rank's snapshots.
         copies: Those for copies of another rank's.
         distance: How many ranks each host has.
     """
 
     def __init__(
-        self, ranks: Ranks, own: SnapshotMemory, copies: SnapshotMemory, distance: int
+        self, ranks: Ranks, local: SnapshotMemory, copies: SnapshotMemory, distance: int
     ) -> None:
-        self._group, self._own, self._copies = ranks.group, own, copies
+        self._group, self._local, self._copies = ranks.group, local, copies
         self.distance = distance
         self._keeper = (ranks.rank + distance) % ranks.size  # which has copies of this rank's
         self._source = (ranks.rank - distance) % ranks.size  # of whose there are copies here
@@ -67,9 +67,9 @@ class Copies:
         Every rank calls it; it blocks.
         """
         start = time.perf_counter()
-        newest = self._own.newest()
+        newest = self._local.newest()
         is_new = newest is not None and newest.step != self._sent
-        self._move(self._own, newest.step if newest is not None and is_new else None)
+        self._move(self._local, newest.step if newest is not None and is_new else None)
         self._sent = None if newest is None else newest.step
         return time.perf_counter() - start
 
@@ -87,11 +87,11 @@ class Copies:
         Raises:
             CheckpointDamaged: If it isn't whole here then.
         """
-        lacks = [step not in each.own for each in every]
+        lacks = [step not in each.local for each in every]
         source = every[self._source]
         self._move(self._copies, step if lacks[self._source] else None, back=True)
         assert source.distance == self.distance
-        if step not in (header.step for header in self._own.headers().values()):
+        if step not in (header.step for header in self._local.headers().values()):
             raise CheckpointDamaged(f"The snapshot after step {step} didn't come from its copy.")
 
     def discard(self, every: Sequence[Has], *, but: Collection[int] = ()) -> None:
@@ -107,7 +107,7 @@ class Copies:
     def _move(self, memory: SnapshotMemory, step: int | None, *, back: bool = False) -> None:
         """Send a snapshot, if any, to where copies are or, ``back``, to where they are from."""
         to, source = self._keeper, self._source
-        target = self._own if back else self._copies
+        target = self._local if back else self._copies
         if back:
             to, source = source, to
         slot, page = 0, bytes(SnapshotMemory.PAGE_BYTES)
@@ -157,5 +157,5 @@ def steps_of_all(every: Sequence[Has], *, with_copies: bool) -> list[int]:
     for rank, each in enumerate(every):
         keeper = every[(rank + each.distance) % len(every)]
         copies = {step for step, key in keeper.copies if key == each.key} if can_copy else set()
-        found.append({*each.own} | copies)
+        found.append({*each.local} | copies)
     return sorted(set.intersection(*found), reverse=True)

@@ -45,7 +45,7 @@ def load_newest(
         has = has._replace(copies=copies.usable(), distance=copies.distance)
     told = ranks.gather(None, [*has, num_alike])
     num_alike = max(alike for *_, alike in told)
-    every = [Has(own, [(s, k) for s, k in held], *rest) for own, held, *rest, _ in told]
+    every = [Has(local, [(s, k) for s, k in held], *rest) for local, held, *rest, _ in told]
     # Older ones are looked for among what each rank has itself.
     common = steps_of_all(every, with_copies=num_alike <= 1)
     saved = [] if checkpoints is None else checkpoints.numbers()

@@ -70,8 +70,8 @@ class SnapshotPace:
             return mine
         finish_failed(self._group)
         start = time.perf_counter()
-        own = torch.tensor(mine, dtype=torch.int64, device=device_of_facts(self._group))
-        every = zip(*(each.tolist() for each in all_gather(self._group, own)), strict=True)
+        local = torch.tensor(mine, dtype=torch.int64, device=device_of_facts(self._group))
+        every = zip(*(each.tolist() for each in all_gather(self._group, local)), strict=True)
         self._exchange_seconds.append(time.perf_counter() - start)
         most = [*map(max, every)]
         return Agreed(*map(bool, most[:-2]), *most[-2:])

@@ -29,8 +29,8 @@ _PAGEMAP = "/proc/self/pagemap"
 _ENTRY_BYTES = 8
 # Of an entry's last byte, the upper three bits say whether the page is present, is swapped out, and
 # is of a file or shared. So these translate it: to 1 for a private page.
-_IS_OWN = bytes(byte >> 5 in (0b100, 0b010) for byte in range(256))
-_OWN_PAGES = re.compile(b"\1+")
+_IS_PRIVATE = bytes(byte >> 5 in (0b100, 0b010) for byte in range(256))
+_PRIVATE_PAGES = re.compile(b"\1+")
 
 
 # Those of this process, whose pages are taken before a fork; empty until the first is made.
@@ -116,7 +116,7 @@ class OneCopy:
         if len(read) < self._num_pages * _ENTRY_BYTES:
             raise OSError(f"{_PAGEMAP} has no entries of this memory")
         last = _ENTRY_BYTES - 1 if sys.byteorder == "little" else 0
-        runs = _OWN_PAGES.finditer(read[last::_ENTRY_BYTES].translate(_IS_OWN))
+        runs = _PRIVATE_PAGES.finditer(read[last::_ENTRY_BYTES].translate(_IS_PRIVATE))
         return [(run.start() * PAGESIZE, run.end() * PAGESIZE) for run in runs]
 
     def drop(self, pages: Sequence[tuple[int, int]]) -> None:

@@ -308,7 +308,7 @@ def _join(tensors: list[torch.Tensor], device: torch.device, dim: int, name: str
     one, *others = moved = [move(tensor, device) for tensor in tensors]
     if all(map(is_one, tensors)):
         if others:
-            # Each replica gets its share of the gradient. A mean() would round the value again.
+            # Each replica gets its part of the gradient. A mean() would round the value again.
             one = _OneOfAll.apply(*moved)  # type: ignore[no-untyped-call]
         if not others or this_replica() is not None:
             mark_as_one(one)  # it is equal on all replicas around these, too
@@ -331,8 +331,8 @@ class _OneOfAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        share = gradient / ctx.count
-        return tuple(share for _ in range(ctx.count))
+        part = gradient / ctx.count
+        return tuple(part for _ in range(ctx.count))
 
 
 def _check_shapes(tensors: list[torch.Tensor], dim: int, name: str) -> None:
