@@ -31,7 +31,7 @@ from lockstep.errors import (
     SaveFailed,
 )
 from lockstep.folders import Folder
-from tests.checkpoint.crafted import facts_of, put_body, put_facts
+from tests.checkpoint.crafted import body_of, facts_of, put_body, put_facts
 from tests.checkpoint.training import same, states_of, trained
 from tests.counts import num_examples
 from tests.fuzzing import watched
@@ -421,6 +421,21 @@ def test_an_open_string_takes_one_look(tmp_path, end: bytes) -> None:
     put_body(path, b'{"things":{"words":["' + b'\\"' * 1_000_000 + end)
     with watched(4_000_000), pytest.raises(CheckpointDamaged, match="can't be understood"):
         lockstep.load(tmp_path, words=None)
+
+
+def test_a_thing_of_a_manifest_that_is_no_json_is_damage(tmp_path) -> None:
+    """What isn't read isn't looked at, so it shows where it is asked for."""
+    optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters())
+    path = lockstep.save(tmp_path, optimizer=optimizer, step=[3])
+    body = body_of(path)
+    for before, after, things in (
+        (b'"shapes": [[', b'"shapes": [0.5[', {"optimizer": optimizer}),
+        (b"[3]}", b"[3[3]]}", {"step": None}),
+    ):
+        assert before in body
+        put_body(path, body.replace(before, after))
+        with pytest.raises(CheckpointDamaged, match="can't be understood"):
+            lockstep.load(tmp_path, random_state=False, **things)
 
 
 def test_an_optimizer_that_is_sharded_among_others_is_refused(tmp_path) -> None:

@@ -77,6 +77,33 @@ def test_the_sample_that_cannot_be_read_is_named(num_workers: int, draws: bool) 
     assert "in reading sample 13, at position 13 of the epoch, on rank 0." in text_of(error)
 
 
+def end_early(*_: object) -> None:
+    next(iter([]))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_sample_or_batch_that_raises_stop_iteration_ends_no_epoch(num_workers: int) -> None:
+    """As a loop over the loader would take it for its end."""
+    loaders = [
+        (
+            lockstep.DataLoader(Images(end_early), 4, num_workers=num_workers),
+            "in reading sample 13",
+        ),
+        (
+            lockstep.DataLoader(range(8), 4, num_workers=num_workers, collate_fn=end_early),
+            "samples 0, 1, 2, 3",
+        ),
+        (
+            lockstep.DataLoader(Stream(), 4, num_workers=num_workers, collate_fn=end_early),
+            "in collating 4 samples",
+        ),
+    ]
+    for loader, where in loaders:
+        with pytest.raises(RuntimeError, match="StopIteration") as error:
+            list(loader)
+        assert where in text_of(error)
+
+
 def test_an_index_is_told_from_a_position() -> None:
     class Two(list[Any]):
         def __getitem__(self, index: Any) -> Any:

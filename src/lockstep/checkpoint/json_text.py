@@ -183,6 +183,9 @@ class Members(Mapping[str, Any]):
         start = _value_of(self._text, self._starts[index])
         return TextRange(self._text, start, self._stops[index])
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._find(name)[1] is not None
+
     def __getitem__(self, name: str) -> Any:
         return self.value(name).read()
 

@@ -138,6 +138,21 @@ def _encode_optimizer(
     return {"shapes": [[*parameter.shape] for parameter in parameters], **state}, divided
 
 
+def saved_thing(name: str, manifest: Manifest) -> dict[str, Any]:
+    """Return the kind of a thing, and the tree of its value.
+
+    Raises:
+        CheckpointDamaged: If it can't be read.
+    """
+
+    def read() -> dict[str, Any]:
+        found = manifest.facts["things"][name]
+        return {"kind": found["kind"], "tree": found["tree"], **found}
+
+    found: dict[str, Any] = manifest.parse(read)
+    return found
+
+
 def prepare(
     name: str, thing: Any, manifest: Manifest, names: Mapping[int, str], *, strict: bool
 ) -> Action:
@@ -164,7 +179,8 @@ def prepare(
         of_rank = thing.read(name, manifest)
         return lambda: of_rank
     kind, thing = kind_of(thing), unwrapped(thing)
-    saved_kind, tree = things[name]["kind"], things[name]["tree"]
+    saved = saved_thing(name, manifest)
+    saved_kind, tree = saved["kind"], saved["tree"]
     if kind not in ("value", saved_kind):
         raise CheckpointMismatch(
             f"{name!r} was saved as a {saved_kind}, and is to be loaded into a {kind} "
@@ -194,7 +210,7 @@ def prepare(
         state = thing.state_dict()
         names_in = _plain_names(thing)
         state.update({key: value[plain] for key, plain in names_in.items() if plain in value})
-        steps = things[name].get("steps_in_shards")
+        steps = saved.get("steps_in_shards")
         return partial(put, partial(_load_module, thing, steps), state)
     if kind == "tensor":
         return partial(_copy, thing, value)
@@ -273,8 +289,7 @@ def _check_optimizer(
 ) -> None:
     """Raise CheckpointMismatch unless the checkpoint's has parameters like the optimizer's."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    tree = manifest.facts["things"][name]["tree"]
-    others, options, shapes = manifest.parse(_saved_groups, tree)
+    others, options, shapes = manifest.parse(_saved_groups, saved_thing(name, manifest)["tree"])
     if unlike := _foreign_options(optimizer, options):
         raise CheckpointMismatch(
             f"{name!r} in {manifest.folder} is of another class of optimizers: its options are "

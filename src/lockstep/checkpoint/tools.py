@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from lockstep.checkpoint.folder import Manifest, excerpt, open_newest
+from lockstep.checkpoint.things import saved_thing
 from lockstep.errors import CheckpointMismatch, MissingExtra, SaveFailed
 from lockstep.printable import printable
 from lockstep.tables import FittedTable
@@ -152,7 +153,7 @@ def export(checkpoint: str, to: str, thing: str = "model") -> None:
         raise CheckpointMismatch(
             f"There is no {thing!r} in {manifest.folder}, which has {manifest.some_names()}."
         )
-    value = manifest.parse(decode, manifest.facts["things"][thing]["tree"], manifest.read)
+    value = manifest.parse(decode, saved_thing(thing, manifest)["tree"], manifest.read)
     if isinstance(value, torch.Tensor):
         value = {thing: value}
     state = value if isinstance(value, dict) else {}

@@ -26,6 +26,16 @@ def add_note(error: BaseException, words: str) -> None:
             error.add_note(words)
 
 
+def misplaced_end(error: StopIteration, words: str) -> RuntimeError:
+    """Return what to raise in place of ``error``, with ``words`` added to what is shown of it.
+
+    It would end the epoch, on this rank alone and without a word.
+    """
+    told = RuntimeError(f"StopIteration({error.value!r}) was raised in the midst of an epoch.")
+    add_note(told, words)
+    return told
+
+
 def samples_in_words(indices: Sequence[Any], first: int) -> str:
     """Name samples, the first of which is at the position ``first`` of the epoch."""
     named = ", ".join(repr(index) for index in indices[:_MOST_NAMED])

@@ -15,7 +15,7 @@ from lockstep.comm import all_gather_json, any_rank
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
 from lockstep.data.dataset_generators import RandomState
-from lockstep.data.faults import add_note
+from lockstep.data.faults import add_note, misplaced_end
 from lockstep.data.self_sharding import (
     NUM_PROBED,
     View,
@@ -129,7 +129,10 @@ class StreamReader:
                 batch = self._collate(samples[0] if request.size is None else samples)
             except Exception as error:
                 samples_are = f"{len(samples):,} samples after the first {self._num_read:,}"
-                add_note(error, f"This was in collating {samples_are} of {place}.")
+                what = f"This was in collating {samples_are} of {place}."
+                if isinstance(error, StopIteration):
+                    raise misplaced_end(error, what) from error
+                add_note(error, what)
                 raise
             self._num_read += len(samples)
         return end._replace(is_end=False, batch=batch)
