@@ -155,3 +155,16 @@ def test_what_a_user_has_named_may_be_a_link_of_its_own(tmp_path: Path) -> None:
     os.lchown(tmp_path / "name", 65534, 65534)
     with pytest.raises(OSError, match="It is a link of another user"):
         open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666)
+
+
+def test_what_a_user_has_named_is_not_another_file_by_a_name_of_others(tmp_path: Path) -> None:
+    """In a folder that is this user's alone, nobody else can have linked it."""
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "name").hardlink_to(tmp_path / "other")
+    tmp_path.chmod(0o755)
+    os.close(open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666))
+    tmp_path.chmod(0o1777)
+    with pytest.raises(OSError, match="other names"):
+        open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666)
+    (tmp_path / "other").unlink()
+    os.close(open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666))

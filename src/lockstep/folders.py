@@ -174,10 +174,15 @@ def open_named(path: str, flags: int, mode: int) -> int:
     """Open what a user has named, which may be a link of this user's or of root's.
 
     Raises:
-        OSError: If it can't be opened, or is a link of another user's.
+        OSError: If it can't be opened, is a link of another user's, or has other names too and is
+            where others may have given it this one.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        if _may_be_named_by_others(path, descriptor):
+            os.close(descriptor)
+            raise OSError(errno.EMLINK, "It is a file that has other names too", path)
+        return descriptor
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -189,6 +194,12 @@ def open_named(path: str, flags: int, mode: int) -> int:
     finally:
         os.close(link)
     return os.open(target, flags | os.O_CLOEXEC, mode)
+
+
+def _may_be_named_by_others(path: str, descriptor: int) -> bool:
+    found, folder = os.fstat(descriptor), os.stat(os.path.dirname(path) or ".")
+    is_others = folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or folder.st_uid != os.geteuid()
+    return stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and bool(is_others)
 
 
 def new_text(path: Path) -> TextIO:
