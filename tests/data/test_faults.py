@@ -104,6 +104,17 @@ def test_a_sample_or_batch_that_raises_stop_iteration_ends_no_epoch(num_workers:
         assert where in text_of(error)
 
 
+def raise_several() -> None:
+    raise ExceptionGroup("two images", [ValueError("a"), ValueError("b")])
+
+
+@pytest.mark.long
+def test_a_group_of_exceptions_of_a_worker_is_told_whole() -> None:
+    with pytest.raises(RuntimeError, match="two images") as error:
+        list(lockstep.DataLoader(Images(raise_several), 4, num_workers=1))
+    assert "in reading sample 13" in text_of(error)
+
+
 def test_an_index_is_told_from_a_position() -> None:
     class Two(list[Any]):
         def __getitem__(self, index: Any) -> Any:

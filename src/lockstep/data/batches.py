@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lockstep.comm import bytes_of
 from lockstep.data.dataset_generators import RandomState, generators_in
-from lockstep.data.faults import add_note, misplaced_end, samples_in_words
+from lockstep.data.faults import add_note, in_place_of, samples_in_words
 from lockstep.data.order import Order
 from lockstep.errors import SplitError
 from lockstep.generators import Generator, global_generators, mixed
@@ -290,9 +290,9 @@ class Reader:
                 if not part.is_empty:
                     return batch
                 twice = self._read_seeded(LocalBatch([part.indices[0]] * 2, part.seed, part.first))
-        except StopIteration as error:
-            raise misplaced_end(error, self._place_in(part)) from error
         except Exception as error:
+            if (told := in_place_of(error, self._place_in(part))) is not None:
+                raise told from error
             add_note(error, self._place_in(part))
             raise
         return without_samples(batch, twice)

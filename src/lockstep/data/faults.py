@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.utils.data import get_worker_info
+
 from lockstep.deadline import Deadline
 from lockstep.printable import signal_name
 
@@ -26,13 +28,19 @@ def add_note(error: BaseException, words: str) -> None:
             error.add_note(words)
 
 
-def misplaced_end(error: StopIteration, words: str) -> RuntimeError:
-    """Return what to raise in place of ``error``, with ``words`` added to what is shown of it.
+def in_place_of(error: Exception, words: str) -> RuntimeError | None:
+    """Return what to raise instead of ``error``, with ``words`` added to what is shown; or None.
 
-    It would end the epoch, on this rank alone and without a word.
+    StopIteration would end the epoch, on this rank alone and without a word. Of a class that has a
+    ``message``, as groups of exceptions, torch makes another one of a worker's, which may fail.
     """
-    told = RuntimeError(f"StopIteration({error.value!r}) was raised in the midst of an epoch.")
-    add_note(told, words)
+    told = None
+    if isinstance(error, StopIteration):
+        told = RuntimeError(f"StopIteration({error.value!r}) was raised in the midst of an epoch.")
+    elif get_worker_info() is not None and getattr(type(error), "message", None):
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+    if told is not None:
+        add_note(told, words)
     return told
 
 

@@ -15,7 +15,7 @@ from lockstep.comm import all_gather_json, any_rank
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
 from lockstep.data.dataset_generators import RandomState
-from lockstep.data.faults import add_note, misplaced_end
+from lockstep.data.faults import add_note, in_place_of
 from lockstep.data.self_sharding import (
     NUM_PROBED,
     View,
@@ -130,8 +130,8 @@ class StreamReader:
             except Exception as error:
                 samples_are = f"{len(samples):,} samples after the first {self._num_read:,}"
                 what = f"This was in collating {samples_are} of {place}."
-                if isinstance(error, StopIteration):
-                    raise misplaced_end(error, what) from error
+                if (told := in_place_of(error, what)) is not None:
+                    raise told from error
                 add_note(error, what)
                 raise
             self._num_read += len(samples)
