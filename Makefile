@@ -29,7 +29,7 @@ test-simulated: .venv/ready  ## Run the tests that need GPUs on simulated ones
 	$(BIN)/python -m tests.simulated -n $(JOBS) --dist worksteal tests/gpu tests/simulated
 
 test-mutations: .venv/ready  ## Read 10,000 mutations of each kind of file that others may have written
-	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long tests/checkpoint/test_mutations.py \
+	NUM_MUTATIONS=10000 $(BIN)/$(PYTEST) --long -o timeout=0 tests/checkpoint/test_mutations.py \
 	  tests/observe/test_fuzzing.py tests/comm/test_store_entries.py \
 	  tests/launcher/test_store_entries.py tests/world/test_store_entries.py
 
