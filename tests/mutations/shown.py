@@ -278,6 +278,12 @@ SHOWN = [
         delay="lazy",
     ),
     mutation(
+        "test_a_model_that_waits_is_exported_traced_scripted_and_pickled",
+        "nn/forward_hooks.py",
+        "if torch.compiler.is_compiling() or torch.jit.is_tracing():",
+        "if False:",
+    ),
+    mutation(
         "test_what_is_put_in_place_and_trained_by_hand_is_named",
         "nn/engine.py",
         "self.watch.is_to_look = True",

@@ -119,4 +119,19 @@ WAITS = [
         "    return []\n    with torch.enable_grad():\n        uses",
         delay="2,7",
     ),
+    # The engine isn't told that its model has been moved to the device.
+    _wait(
+        "tests/simulated/test_devices.py::"
+        "test_a_model_that_is_moved_before_a_backward_has_its_means_there",
+        "nn/moves.py",
+        "                engine.take_move()",
+        "                pass",
+    ),
+    # Random programs on random streams notice a bucket that isn't waited for, too.
+    _wait(
+        "tests/simulated/test_random_programs.py",
+        "grad/bucket.py",
+        "            self.contents.now.work = None\n            work.wait()\n",
+        "            self.contents.now.work = None\n",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,36 @@ def evaluate(world: lockstep.World) -> int:
 
 def test_a_forward_of_an_evaluation_calls_the_hook_once() -> None:
     assert lockstep.launch(evaluate, 2) == [4, 4]
+
+
+def copied(model: nn.Module) -> None:
+    copy = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(copy(X), model[1](X @ model[0].weight.T + model[0].bias))
+
+
+def traced(model: nn.Module) -> None:
+    torch.jit.trace(model, X)
+
+
+def exported(model: nn.Module) -> None:
+    torch.export.export(model, (X,))
+
+
+def export_while_it_waits(world: lockstep.World) -> list[float]:
+    model = lockstep.parallelize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    other = layers()
+    for has_hooks in (False, True):
+        step(model)
+        for make in (copied, traced, exported, *([] if has_hooks else [torch.jit.script])):
+            model[0].weight = nn.Parameter(torch.full((3, 3), 1.0 + world.rank))
+            if has_hooks:  # of its own, as another model's backward ends
+                step(other)
+            make(model)
+    step(model)
+    return model[0].weight[0].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore::torch.jit.TracerWarning")
+def test_a_model_that_waits_is_exported_traced_scripted_and_pickled() -> None:
+    """It has a parameter that the others don't know yet, and takes rank 0's in a real forward."""
+    assert lockstep.launch(export_while_it_waits, 2) == [[1.0] * 3] * 2

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 KILLED = """
 import lockstep
-import lockstep.optim.flat as flat
+import lockstep.optim.host_copy as host_copy
 from torch import nn
 join(rank, 2)
 torch.manual_seed(0)
@@ -29,7 +29,7 @@ def die(*args, **options):
     time.sleep(0.3)  # the other rank has come, too
     os.kill(os.getpid(), signal.SIGKILL)
 
-def die_at_the_end(group, operation, named_barrier=flat.named_barrier):
+def die_at_the_end(group, operation, named_barrier=host_copy.named_barrier):
     die() if operation == "end of an update" else named_barrier(group, operation)
 
 def step(number):
@@ -60,7 +60,7 @@ assert {updated}, new
             "new[0] and not new[1]",
         ),
         (
-            "if number == 3 and rank: flat.named_barrier = die_at_the_end",
+            "if number == 3 and rank: host_copy.named_barrier = die_at_the_end",
             "those of this step now",
             "new[0] and new[1]",
         ),

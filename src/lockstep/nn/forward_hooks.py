@@ -105,7 +105,13 @@ def engines_of(module: nn.Module) -> list[Engine]:
 
 @uncompiled
 def before_forward(module: nn.Module, _: object) -> None:
-    """Refresh, and look at, the engines of ``module`` that wait for it."""
+    """Refresh, and look at, the engines of ``module`` that wait for it.
+
+    Not where a graph is made of the forward, for which there may be no values: the next one does.
+    Shown by test_a_model_that_waits_is_exported_traced_scripted_and_pickled.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
     module._forward_pre_hooks.pop(_ONCE, None)
     for engine in engines_of(module):
         if engine.watch.refreshing is not Forwards.NONE:
