@@ -84,7 +84,7 @@ SHELVES = {
         "comm": 6_410,
         "world": 2_856,
         "grad": 3_542,
-        "nn": 8_801,
+        "nn": 8_807,
         "launcher": 6_482,
         "train": BUDGET_OF_A_MODULE,
     },
