@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import lockstep
-from lockstep.observe.analysis import shares
+from lockstep.observe.analysis import step_times
 from lockstep.observe.predict import predict
 from lockstep.observe.trace_files import read_folder
 
@@ -177,12 +177,12 @@ def main() -> None:
                 given = folder, case, Link(case, num_ranks), args.steps
                 lockstep.launch(train, num_ranks, given, ranks="threads")
                 ranks = read_folder(Path(folder))
-            steps = shares(ranks)[3:]  # the first ones arrange the buckets
+            steps = step_times(ranks)[3:]  # the first ones arrange the buckets
             if not predicted:
                 found = predict(ranks, steps)
                 assert found is not None
                 predicted = {row.num_ranks: row.seconds for row in found.rows}
-            lengths = [max(share.total for share in together) / 1e9 for together in steps]
+            lengths = [max(each.total for each in together) / 1e9 for together in steps]
             measured = statistics.median(lengths)
             ratio = predicted[num_ranks] / measured
             results.append([case.name, num_ranks, predicted[num_ranks], measured])
