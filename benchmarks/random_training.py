@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, seed, settings
 
 from tests.nn import plans_of_several
-from tests.nn.random_plans import mean_trainings, trainings
 from tests.nn.checking import Checker, few_hundred
+from tests.nn.random_plans import mean_trainings, trainings
 from tests.nn.test_properties import check_plan
 from tests.nn.test_properties_of_several import check_several
 from tests.nn.training_plans import MeanTraining, Training
