@@ -308,13 +308,6 @@ SHOWN = [
         "self.parameters",
     ),
     mutation(
-        "test_data_of_another_form_is_named",
-        "nn/engine.py",
-        "if self._tracked.have_other_forms():",
-        "if False:",
-        delay="lazy",
-    ),
-    mutation(
         "test_a_failed_backward_does_not_spoil_the_next",
         "nn/backward.py",
         "backward.end = weakref.ref(end, self._fail)",

@@ -160,10 +160,9 @@ class Engine:
     def look(self) -> None:
         """Look for parameters that the program has put in place, or whose data has other forms.
 
-        The end of a backward names them: but no hook would begin one that reaches no other ones,
-        and what accumulates gradients on a GPU would expect the former shape. Shown by
-        test_what_is_put_in_place_and_trained_by_hand_is_named, and the latter shown by
-        test_data_of_another_form_is_named.
+        The end of a backward names them, but no hook would begin one that reaches no other ones.
+        Shown by test_what_is_put_in_place_and_trained_by_hand_is_named. What accumulates gradients
+        on a GPU is kept, and is made anew for data of another form.
         """
         self.watch.is_to_look = False
         self._hooks.attach_unknown(self.put_in_place().values())
