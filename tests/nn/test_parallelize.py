@@ -406,22 +406,13 @@ def test_hooks_of_others_may_change_the_mean(name: str) -> None:
 def test_a_failed_backward_inside_of_a_checkpoint_does_not_spoil_the_next() -> None:
     """Its graph lives on, as in a notebook, and with it what was to be called at its end."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ArithmeticError("failed")
-
     def body(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         model = lockstep.parallelize(net(), process_group=group)
         x = parts(2)[rank].requires_grad_()
 
         def loss_of(fails: bool) -> torch.Tensor:
             def block(x: torch.Tensor) -> torch.Tensor:
-                return model.second(Fails.apply(model.middle(x)) if fails else model.middle(x))
+                return model.second(Refusing.apply(model.middle(x)) if fails else model.middle(x))
 
             inside = checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
             return inside.square().sum()

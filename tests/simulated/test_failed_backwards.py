@@ -6,7 +6,7 @@ No host waits for a GPU, so that the others go on too: to the step of a sharded 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CollectiveFailed
+from tests.nn.models import Refusing
 from tests.simulated import control
 
 pytestmark = pytest.mark.forks
@@ -34,16 +35,6 @@ class Case(NamedTuple):
     num_optimizers: int = 1
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("of this rank")
-
-
 def not_sharded(optimizer: torch.optim.Optimizer, **_: object) -> torch.optim.Optimizer:
     return optimizer
 
@@ -61,7 +52,7 @@ def told_in_steps(world: lockstep.World, case: Case) -> list[str]:
     def forward(step: int) -> torch.Tensor:
         x = model[0](torch.full((2, 8), 1.0 + world.rank, device=world.device))
         if step == FAILING and world.rank in case.ranks:
-            x = Fails.apply(x)
+            x = Refusing.apply(x)
         return model[1:](x).square().sum()
 
     for step in range(NUM_STEPS):
@@ -70,9 +61,9 @@ def told_in_steps(world: lockstep.World, case: Case) -> list[str]:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             scaler.scale(forward(step)).backward()
-        except (ValueError, CollectiveFailed) as caught:
+        except (ArithmeticError, CollectiveFailed) as caught:
             error = str(caught)
-        if not error or (case.steps and "of this rank" in error):
+        if not error or (case.steps and "refused" in error):
             if case.clips:
                 lockstep.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -110,7 +101,7 @@ def test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all(
     for number, case in enumerate(cases):
         told = [each[number] for each in by_rank]
         for rank, errors in enumerate(told):
-            assert errors[FAILING] == "of this rank" * (rank in case.ranks), (case, told)
+            assert errors[FAILING] == "refused" * (rank in case.ranks), (case, told)
             errors[FAILING] = ""
         named = [[step for step, error in enumerate(errors) if error] for errors in told]
         if len(case.ranks) == num_ranks:  # the step is lost for all
