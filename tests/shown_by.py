@@ -222,9 +222,9 @@ class Trial(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """How many trials have gone wrong, and how many seconds each test took, by its node id."""
+    """What has gone wrong, a text for each trial, and each test's seconds by its node id."""
 
-    num_wrong: int
+    wrong: list[str]
     seconds: Counter[str]
 
 
@@ -232,18 +232,19 @@ def tried(trials: Sequence[Trial], num_jobs: int) -> Outcomes:
     """Carry out trials, several at once."""
     waiting = deque((trial, trial.steps()) for trial in trials)
     running: list[tuple[Trial, Generator[Run, Result, str], Run]] = []
-    wrong, seconds = 0, Counter[str]()
+    wrong, seconds = [], Counter[str]()
 
     def go_on(trial: Trial, steps: Generator[Run, Result, str], result: Result | None) -> None:
-        nonlocal wrong
         for took, node in _TOOK.findall(result.output if result else ""):
             seconds[node.partition("[")[0]] += float(took)
         try:
             running.append((trial, steps, steps.send(result)))
         except StopIteration as end:
             as_it_has_to = "fails, as it has to" if trial.mutation else "pass"
-            print(f"{trial} {end.value or as_it_has_to}", flush=True)
-            wrong += bool(end.value)
+            told = f"{trial} {end.value or as_it_has_to}"
+            print(told, flush=True)
+            if end.value:
+                wrong.append(told)
 
     while waiting or running:
         while waiting and len(running) < num_jobs:
@@ -257,18 +258,19 @@ def tried(trials: Sequence[Trial], num_jobs: int) -> Outcomes:
     return Outcomes(wrong, seconds)
 
 
-def unnamed() -> int:
-    """Tell of comments without a mutation, and the other way around; return how many."""
+def unnamed() -> list[str]:
+    """Comments without a mutation, and the other way around."""
     named = set(named_tests(SOURCE))
     differing = sorted(named ^ {(one.path, one.test) for one in SHOWN})
+    found = []
     for path, test in differing:
         what = "no mutation" if (path, test) in named else "a mutation and no comment"
-        print(f"{path}: {test} has {what}")
-    return len(differing)
+        found.append(f"{path}: {test} has {what}")
+    return found
 
 
-def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> int:
-    """Try the mutations in forks of this process; return how many are to be mended."""
+def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> list[str]:
+    """Try the mutations in forks of this process; return what is to be mended."""
     os.environ[_AUTOLOAD] = "0"
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -283,7 +285,7 @@ def in_this_process(mutations: Sequence[Mutation], num_jobs: int) -> int:
     wrong, seconds = tried(unchanged, num_jobs)
     if wrong:
         return wrong
-    return tried([_trial_of(one, seconds) for one in mutations], num_jobs).num_wrong
+    return tried([_trial_of(one, seconds) for one in mutations], num_jobs).wrong
 
 
 def _trial_of(mutation: Mutation, seconds: Mapping[str, float]) -> Trial:
@@ -315,14 +317,17 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     chosen = [m for m in MUTATIONS if not given.tests or {m.test, m.path} & {*given.tests}]
     began = time.monotonic()
-    wrong = 0 if given.tests or given.simulated else unnamed()
+    wrong = [] if given.tests or given.simulated else unnamed()
     here = [one for one in chosen if bool(one.delay) == given.simulated]
-    wrong += in_this_process(here, given.jobs) if here else 0
+    wrong += in_this_process(here, given.jobs) if here else []
+    status = 1 if wrong else 0
     if not given.simulated and len(here) < len(chosen):
-        wrong += on_simulated_devices(arguments)
-    what = "All are noticed" if not wrong else "Some are to be mended"
+        status |= on_simulated_devices(arguments)
+    what = "All are noticed" if not status else "Some are to be mended"
     print(f"{what}: {len(here)} mutations in {time.monotonic() - began:.0f} s", flush=True)
-    return 1 if wrong else 0
+    # Once more, as the end of a long log is what is read of it.
+    print("".join(f"  to be mended: {told}\n" for told in wrong), end="", flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -5,8 +5,12 @@ No host waits for a GPU, so that the others go on too: to the step of a sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CollectiveFailed
+from lockstep.nn import backward
 from tests.nn.models import Refusing
 from tests.simulated import control
 
@@ -33,6 +38,21 @@ class Case(NamedTuple):
     # Whether the failing ranks' program catches the error of the backward alone, and steps.
     steps: bool = False
     num_optimizers: int = 1
+    # Whether autograd's thread for the GPU has its callback for a while after the error, though
+    # not until it runs another backward.
+    drops_late: bool = False
+
+
+@contextlib.contextmanager
+def callbacks_dropped_late() -> Iterator[None]:
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+    def queue(callback: Callable) -> None:
+        queue_callback(callback)
+        threading.Timer(0.2, id, [callback]).start()
+
+    with mock.patch.object(backward, "_execution_engine", SimpleNamespace(queue_callback=queue)):
+        yield
 
 
 def not_sharded(optimizer: torch.optim.Optimizer, **_: object) -> torch.optim.Optimizer:
@@ -60,7 +80,9 @@ def told_in_steps(world: lockstep.World, case: Case) -> list[str]:
         try:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            scaler.scale(forward(step)).backward()
+            late = case.drops_late and step == FAILING
+            with callbacks_dropped_late() if late else contextlib.nullcontext():
+                scaler.scale(forward(step)).backward()
         except (ArithmeticError, CollectiveFailed) as caught:
             error = str(caught)
         if not error or (case.steps and "refused" in error):
@@ -84,7 +106,7 @@ OF_TWO = [
     Case([1], overlap=True),
     Case([0], overlap=True, clips=True),
     Case([1], overlap=True, clips=True, steps=True),
-    Case([0], steps=True),
+    Case([0], steps=True, drops_late=True),
     Case([1], num_optimizers=2),
     Case([0, 1]),
     Case([1], not_sharded),
