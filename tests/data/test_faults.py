@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker
 
 import lockstep
 from lockstep.data import faults
+from lockstep.data.batches import LocalBatch, Reader
 from tests.ranks import run_ranks
 
 BAD = 13
@@ -49,12 +51,15 @@ class InOne(Images):
 
 
 class Stream(IterableDataset[int]):
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         for number in range(first, 99, step):
             if number == 13 * step:
-                raise DamagedImage("not a JPEG")
+                raise self.error or DamagedImage("not a JPEG")
             yield number
 
 
@@ -174,19 +179,145 @@ def test_how_far_a_stream_was_is_told(num_workers: int) -> None:
     assert f"after 13 samples of shard 1 of {max(1, num_workers)} of the dataset" in text_of(error)
 
 
-def test_a_note_is_added_once_and_to_any_class() -> None:
-    class Closed(Exception):
-        def __setattr__(self, *_: object) -> None:
-            raise AttributeError
+class NoNote(Exception):
+    def add_note(self, _: str) -> None:
+        raise AttributeError
 
-        def add_note(self, _: str) -> None:
-            raise AttributeError
 
-    faults.add_note(Closed(), "words")
-    error = ValueError()
-    faults.add_note(error, "words")
-    faults.add_note(error, "words")
-    assert error.__notes__ == ["words"]
+class Ignores(Exception):
+    def add_note(self, _: str) -> None:
+        pass
+
+
+class Closed(NoNote):
+    def __setattr__(self, *_: object) -> None:
+        raise AttributeError
+
+
+class OfText(Exception):
+    __notes__ = "none"  # type: ignore[assignment]
+
+
+class Slotted(Exception):
+    __slots__ = ("__notes__",)
+
+
+class Fixed(Exception):
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        return ["none"]
+
+
+class Raising(Exception):
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        raise RuntimeError("no notes")
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+class Leaving(Exception):
+    def __init__(self, *args: object) -> None:
+        if args:
+            sys.exit(5)
+
+
+def local() -> BaseException:
+    class Local(Exception):  # which can't be pickled
+        pass
+
+    return Local("here")
+
+
+REFUSING = [NoNote, Ignores, Closed, OfText, Slotted, Fixed, Raising, Unreadable]
+LEAVING = [SystemExit(3), SystemExit(), KeyboardInterrupt(), GeneratorExit(), BaseException("b")]
+
+
+def raises(error: BaseException) -> Any:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def text_of_failure(loader: Any) -> str:
+    """What is shown of the error, which holds no worker any more."""
+    try:
+        list(loader)
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return ""
+
+
+def name(value: object) -> str:
+    return type(value).__name__
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("kind", REFUSING)
+def test_the_sample_is_named_with_an_error_that_refuses_notes(kind: type[Exception]) -> None:
+    """Its class stays, as long as Python can show it at all."""
+    expected = RuntimeError if kind is Raising and sys.version_info < (3, 13) else kind
+    with pytest.raises(expected) as error:
+        list(lockstep.DataLoader(Images(raises(kind("bad"))), 4))
+    assert shown(error.value).count("in reading sample 13, at position 13") == 1
+    faults.add_note(error.value, "more")
+    faults.add_note(error.value, "more")
+    assert shown(error.value).count("more\n") == 1
+    assert shown(error.value).count("in reading sample 13, at position 13") == 1
+
+
+@pytest.mark.parametrize("left", LEAVING, ids=name)
+def test_the_sample_is_named_that_ends_the_program(
+    left: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    for dataset, where in ((Images(raises(left)), "in reading sample 13"), (Stream(left), "after")):
+        with pytest.raises(type(left)) as error:
+            list(lockstep.DataLoader(dataset, 4))
+        assert error.value is left  # so that Ctrl-C, say, is one
+        assert where in text_of(error)
+        assert (where in caplog.text) == isinstance(left, SystemExit)  # which shows no notes
+
+
+@pytest.mark.long
+def test_the_sample_is_named_that_ends_a_worker() -> None:
+    """And nothing is waited for that can't be pickled."""
+    for error in (*LEAVING, *(kind("bad") for kind in REFUSING), Leaving(), local()):
+        told = text_of_failure(
+            lockstep.DataLoader(Images(raises(error)), 4, num_workers=1, timeout=60)
+        )
+        assert "in reading sample 13, at position 13" in told
+        assert type(error).__name__ in told
+    for error in LEAVING:
+        told = text_of_failure(lockstep.DataLoader(Stream(error), 4, num_workers=1, timeout=60))
+        assert "in reading, after 13 samples" in told
+
+
+def test_a_worker_that_is_to_end_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch waits for what it reads, and may have ended it by a signal already."""
+    monkeypatch.setattr(faults, "get_worker_info", SimpleNamespace)
+    dataset = Images(raises(KeyboardInterrupt()))
+    reader = Reader(dataset, list, 0, makes_batches=False)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        reader[LocalBatch([BAD], 0, 0)]
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        reader[LocalBatch([1], 0, 0)]
+
+
+@pytest.mark.long
+def test_a_batch_that_cannot_be_pickled_is_not_waited_for() -> None:
+    loader = lockstep.DataLoader(
+        range(8), 4, num_workers=1, collate_fn=lambda _: local(), timeout=60
+    )
+    assert "Worker 0 has a batch that can't be pickled" in text_of_failure(loader)
 
 
 # torch raises the error wherever the program is when a worker ends.
@@ -212,7 +343,8 @@ except Exception as error:
 def test_a_worker_that_leaves_with_exit_code_0_is_named() -> None:
     ended, other = SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=None)
     assert [*faults._how_ended([other, ended], None)] == [
-        "Worker 1 ended with the exit code 0: it called os._exit(0), say."
+        "Worker 1 ended with the exit code 0: it called os._exit(0), say, or was interrupted by "
+        "SIGINT between two batches."
     ]
     killed = SimpleNamespace(exitcode=-signal.SIGSEGV)
     assert [*faults._how_ended([ended, killed], None)] == ["Worker 1 was ended by SIGSEGV."]

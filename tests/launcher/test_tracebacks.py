@@ -128,6 +128,13 @@ def test_another_failure_that_is_no_consequence_is_named(bench: Bench) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+def test_an_interruption_that_nobody_asked_for_is_told_with_its_traceback(bench: Bench) -> None:
+    bench.script("raise KeyboardInterrupt('by the program')")
+    done = bench.run("run", "-n", 1, "script.py")
+    assert done.returncode == 130
+    assert "KeyboardInterrupt: by the program" in done.stderr
+
+
 def test_a_hook_of_the_programs_own_is_called(bench: Bench) -> None:
     script = bench.script(
         """

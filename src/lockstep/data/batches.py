@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lockstep.comm import bytes_of
 from lockstep.data.dataset_generators import RandomState, generators_in
-from lockstep.data.faults import add_note, in_place_of, samples_in_words
+from lockstep.data.faults import ends_worker, samples_in_words, telling
 from lockstep.data.order import Order
 from lockstep.errors import SplitError
 from lockstep.generators import Generator, global_generators, mixed
@@ -255,6 +255,7 @@ class Reader:
         self, dataset: Any, collate: Callable[[Any], Any], rank: int, *, makes_batches: bool
     ) -> None:
         self.dataset, self._collate, self._rank = dataset, collate, rank
+        self._last_words: BaseException | None = None  # of a worker that is to end
         self._makes_batches = makes_batches
         # The position in a part of the sample that is being read, if it is a single one.
         self._at: int | None = None
@@ -282,19 +283,25 @@ class Reader:
     def __getitem__(self, part: LocalBatch) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
         self._at = None
+        if self._last_words is not None:
+            raise self._last_words
         try:
-            if self._has_tensors and (rows := _rows(self.dataset.tensors, part)) is not None:
-                return [row[:0] for row in rows] if part.is_empty else rows
-            with exclusive:
-                batch = self._read_seeded(part)
-                if not part.is_empty:
-                    return batch
-                twice = self._read_seeded(LocalBatch([part.indices[0]] * 2, part.seed, part.first))
-        except Exception as error:
-            if (told := in_place_of(error, self._place_in(part))) is not None:
-                raise told from error
-            add_note(error, self._place_in(part))
-            raise
+            return self._batch_of(part)
+        except BaseException as error:
+            told = telling(error, self._place_in(part))
+            if told is error:
+                raise
+            self._last_words = told if ends_worker(error, told) else None
+        raise told  # behind what it has as its cause, if that can be shown
+
+    def _batch_of(self, part: LocalBatch) -> Any:
+        if self._has_tensors and (rows := _rows(self.dataset.tensors, part)) is not None:
+            return [row[:0] for row in rows] if part.is_empty else rows
+        with exclusive:
+            batch = self._read_seeded(part)
+            if not part.is_empty:
+                return batch
+            twice = self._read_seeded(LocalBatch([part.indices[0]] * 2, part.seed, part.first))
         return without_samples(batch, twice)
 
     def _place_in(self, part: LocalBatch) -> str:

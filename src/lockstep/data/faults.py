@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from traceback import TracebackException, print_exception
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -18,30 +21,107 @@ from lockstep.printable import signal_name
 _MOST_NAMED = 8  # samples
 _OF_A_DATASET = " in DataLoader worker process "  # so torch begins what a worker has raised
 _ENDING_SECONDS = 1.0  # between the end of a worker's connections and that of its process
+_UNSENT = 117  # the exit code of a worker whose batch can't be pickled
 _MIB = 1 << 20
+_TEXT = "what it is given"
+_log = logging.getLogger("lockstep")
+
+
+class _Place(Exception):
+    """Stands before an error that can be given no note, as its cause."""
 
 
 def add_note(error: BaseException, words: str) -> None:
-    """Add ``words`` to what is shown of ``error``, once."""
-    with suppress(Exception):  # a class may refuse attributes
-        if words not in getattr(error, "__notes__", ()):
-            error.add_note(words)
+    """Have ``words`` shown with ``error``, once: as a note or, if it refuses, before it."""
+    if _is_noted(error, words):
+        return
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: error.add_note(words),
+        lambda: BaseException.add_note(error, words),  # whatever the class makes of it
+        lambda: object.__setattr__(error, "__notes__", [words]),
+    )
+    for add in ways:
+        with suppress(Exception):
+            add()
+        if _is_noted(error, words):
+            return
+    before = _Place(words)
+    before.__cause__, before.__context__ = error.__cause__, error.__context__
+    before.__suppress_context__ = error.__suppress_context__
+    object.__setattr__(error, "__cause__", before)
 
 
-def in_place_of(error: Exception, words: str) -> RuntimeError | None:
-    """Return what to raise instead of ``error``, with ``words`` added to what is shown; or None.
+def _is_noted(error: BaseException, words: str) -> bool:
+    with suppress(Exception):
+        if words in getattr(error, "__notes__", ()):
+            return True
+    return isinstance(error.__cause__, _Place) and error.__cause__.args == (words,)
 
-    StopIteration would end the epoch, on this rank alone and without a word. Of a class that has a
-    ``message``, as groups of exceptions, torch makes another one of a worker's, which may fail.
+
+def telling(error: BaseException, words: str) -> BaseException:
+    """Return what to raise after ``error``, such that ``words`` are shown: mostly itself.
+
+    StopIteration would end the epoch, on this rank alone and without a word. What isn't an
+    Exception ends a worker's process, and torch makes another one of a worker's Exception, which
+    may fail, or show nothing. In the program's own process SystemExit and KeyboardInterrupt stay
+    what they are: whether they came by a signal can't be told.
     """
-    told = None
-    if isinstance(error, StopIteration):
-        told = RuntimeError(f"StopIteration({error.value!r}) was raised in the midst of an epoch.")
-    elif get_worker_info() is not None and getattr(type(error), "message", None):
-        told = RuntimeError(f"{type(error).__name__}: {error}")
-    if told is not None:
-        add_note(told, words)
+    in_worker = get_worker_info() is not None
+    told = error
+    if isinstance(error, StopIteration) or (in_worker and not isinstance(error, Exception)):
+        by = (
+            ", as SIGINT does unless it is handled," if isinstance(error, KeyboardInterrupt) else ""
+        )
+        told = RuntimeError(f"{_repr(error)} was raised{by} in the midst of an epoch.")
+    elif not _can_be_shown(error) or (in_worker and not _is_sent_whole(type(error))):
+        told = RuntimeError(_repr(error)).with_traceback(error.__traceback__)
+    if told is not error and _can_be_shown(error):
+        told.__cause__ = error
+    if isinstance(told, SystemExit):  # which is shown to nobody
+        _log.warning("%s was raised in the midst of an epoch. %s", _repr(told), words)
+    add_note(told, words)
     return told
+
+
+def ends_worker(error: BaseException, told: BaseException) -> bool:
+    """Whether a worker is to read no more: torch ends it, and would wait for what it reads then."""
+    return told is not error and not isinstance(error, Exception)
+
+
+def _repr(error: BaseException) -> str:
+    with suppress(Exception):
+        return repr(error)
+    return type(error).__name__
+
+
+def _can_be_shown(error: BaseException) -> bool:
+    """Whether its traceback can be made, for which Python before 3.13 reads any notes."""
+    with suppress(Exception):
+        TracebackException.from_exception(error, limit=0)
+        return True
+    return False
+
+
+def _is_sent_whole(kind: type[BaseException]) -> bool:
+    """Whether what torch makes of a worker's exception shows the text that it is given.
+
+    One whose class can't be pickled is sent to nobody, and waited for without an end.
+    """
+    if getattr(kind, "message", None):
+        return False
+    try:
+        ForkingPickler.dumps(kind)
+    except Exception:
+        return False
+    try:
+        made = kind(_TEXT)
+    except Exception:
+        return True  # torch makes a RuntimeError then
+    except BaseException:
+        return False
+    with suppress(Exception):
+        return isinstance(made, kind) and _TEXT in str(made)
+    return False
 
 
 def samples_in_words(indices: Sequence[Any], first: int) -> str:
@@ -88,6 +168,16 @@ def _number_in(path: Path) -> int | None:
     return None
 
 
+def end_worker(error: BaseException, unsent: object) -> None:
+    """End this process of a worker that can't send a batch: it would be waited for without an end.
+
+    Comes in the place of ``multiprocessing.queues.Queue._on_queue_feeder_error()``.
+    """
+    with suppress(Exception):
+        print_exception(error)
+    os._exit(_UNSENT)
+
+
 def telling_how_workers_end(batches: Any) -> Iterator[Any]:
     """Yield from an iterator of torch's, and name what ended a worker if one doesn't come back.
 
@@ -117,14 +207,19 @@ def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
     numbers = set()
     for index, worker in enumerate(workers):
         code = worker.exitcode or 0
-        if code > 0:
+        if code == _UNSENT:
+            yield f"Worker {index} has a batch that can't be pickled, as its error on stderr says."
+        elif code > 0:
             yield f"Worker {index} ended with the exit code {code}: the dataset called exit(), say."
         elif code < 0:
             numbers.add(-code)
             yield f"Worker {index} was ended by {signal_name(-code)}."
     codes = [worker.exitcode for worker in workers]
     if not any(codes) and 0 in codes:  # beside another reason, its iterator may have come to an end
-        yield f"Worker {codes.index(0)} ended with the exit code 0: it called os._exit(0), say."
+        yield (
+            f"Worker {codes.index(0)} ended with the exit code 0: it called os._exit(0), say, or "
+            "was interrupted by SIGINT between two batches."
+        )
     if signal.SIGKILL in numbers:
         yield _who_kills(before)
     if signal.SIGBUS in numbers:

@@ -15,7 +15,7 @@ from lockstep.comm import all_gather_json, any_rank
 from lockstep.data import fingerprint
 from lockstep.data.batches import without_samples
 from lockstep.data.dataset_generators import RandomState
-from lockstep.data.faults import add_note, in_place_of
+from lockstep.data.faults import ends_worker, telling
 from lockstep.data.self_sharding import (
     NUM_PROBED,
     View,
@@ -79,22 +79,37 @@ class StreamReader:
         self._rank, self._num_ranks = rank, num_ranks
         self._iteration = -1
         self._shard = WorkerShard()
+        self._last_words: BaseException | None = None  # of a worker that is to end
+        self._doing = ""  # what an error says of where it was
 
     def __getitem__(self, request: Request) -> Answer:
         """Return the next part."""
         # The worker info that is shown is the whole process's: another rank, if ranks are threads,
         # would take it for its own. Shown by test_an_iterable_dataset_in_ranks_that_are_threads.
         with exclusive:
-            info = get_worker_info()
-            worker_id, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-            is_new = self._iteration != request.iteration
-            if is_new:
-                self._iteration, self._shard = request.iteration, WorkerShard()
-            if request.view is not View.PROBE:
-                return self._read(request, worker_id, num_workers, is_new=is_new)
-            if is_new:
-                self._shard = self._probe(request, worker_id, num_workers)
-            return Answer(request.iteration, worker_id, False, self._shard, None)
+            if self._last_words is not None:
+                raise self._last_words
+            try:
+                return self._answer(request)
+            except BaseException as error:
+                told = telling(error, f"This was in {self._doing}, on rank {self._rank}.")
+                if told is error:
+                    raise
+                self._last_words = told if ends_worker(error, told) else None
+            raise told
+
+    def _answer(self, request: Request) -> Answer:
+        info = get_worker_info()
+        worker_id, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        is_new = self._iteration != request.iteration
+        if is_new:
+            self._iteration, self._shard = request.iteration, WorkerShard()
+        if request.view is not View.PROBE:
+            return self._read(request, worker_id, num_workers, is_new=is_new)
+        if is_new:
+            self._doing = "reading the first samples, to see how the dataset is divided"
+            self._shard = self._probe(request, worker_id, num_workers)
+        return Answer(request.iteration, worker_id, False, self._shard, None)
 
     def _read(self, request: Request, worker_id: int, num_workers: int, *, is_new: bool) -> Answer:
         number, num_shards = worker_id, num_workers
@@ -108,14 +123,14 @@ class StreamReader:
         with self._random(), shown_as_worker(number, num_shards, self.dataset):
             size = 1 if request.size is None else request.size
             samples: list[Any] = []
-            place = f"shard {number + 1} of {num_shards} of the dataset, on rank {self._rank}"
+            place = f"of shard {number + 1} of {num_shards} of the dataset"
             try:
                 with notes() as asked:
                     samples.extend(itertools.islice(self._samples, size))
-            except Exception as error:
-                if not request.is_trial:
-                    read = self._num_read + len(samples)
-                    add_note(error, f"This was in reading, after {read:,} samples of {place}.")
+            except BaseException as error:
+                read = self._num_read + len(samples)
+                self._doing = f"reading, after {read:,} samples {place}"
+                if not request.is_trial or not isinstance(error, Exception):
                     raise
                 self._shard = WorkerShard(asked_rank=bool(asked), has_failed=True)
                 return end._replace(shard=self._shard)
@@ -125,15 +140,9 @@ class StreamReader:
             end = end._replace(shard=self._shard)
             if not samples or (len(samples) < size and request.drop_last):
                 return end
-            try:
-                batch = self._collate(samples[0] if request.size is None else samples)
-            except Exception as error:
-                samples_are = f"{len(samples):,} samples after the first {self._num_read:,}"
-                what = f"This was in collating {samples_are} of {place}."
-                if (told := in_place_of(error, what)) is not None:
-                    raise told from error
-                add_note(error, what)
-                raise
+            after = f"samples after the first {self._num_read:,} {place}"
+            self._doing = f"collating {len(samples):,} {after}"
+            batch = self._collate(samples[0] if request.size is None else samples)
             self._num_read += len(samples)
         return end._replace(is_end=False, batch=batch)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
 import torch.utils.data
 
+from lockstep.data.faults import end_worker
 from lockstep.torch_private import worker
 
 
@@ -53,6 +55,8 @@ class _WorkerStart:
         self._function = function
 
     def __call__(self, worker_id: int) -> None:
+        queue: Any = Queue
+        queue._on_queue_feeder_error = staticmethod(end_worker)  # of this process
         info: Any = worker._worker_info
         worker._worker_info = dataclasses.replace(info, dataset=info.dataset.dataset)
         if self._function is not None:

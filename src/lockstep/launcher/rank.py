@@ -174,9 +174,7 @@ def _run(
             return None, _call(program)
         with around(rank):
             (_run_module if program.is_module else _run_script)(program)
-    except KeyboardInterrupt:
-        return Failure(rank, time.monotonic(), 128 + signal.SIGINT), None
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:  # which Python's own hook isn't shown
         failure = failure_by(error, rank, of_function=is_call, has_met=_has_met())
         return failure if failure.exit_code else None, None
     except BaseException as error:  # all that ends the program is reported
