@@ -1,16 +1,17 @@
-"""The names by which torch.distributed knows lockstep's process groups."""
+"""The names by which torch.distributed knows lockstep's process groups.
+
+Importing torch imports this, maybe because a module of lockstep imports torch, so that this must
+import neither torch nor what does.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from lockstep.comm.failures import STORE_SECONDS, answered, silent_store
-from lockstep.comm.network import ranks_by_host
-
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lockstep.torch_private import _DistributedBackendOptions
 
 SHM = "shm"
@@ -23,6 +24,8 @@ def register_backends() -> None:
     Importing torch calls it where lockstep is installed (it is an entry point of the
     group ``torch.backends``); so does :func:`lockstep.init`.
     """
+    import torch.distributed as dist
+
     for name, create in ((SHM, _create_shm), (THREADS, _create_threads)):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
@@ -30,6 +33,10 @@ def register_backends() -> None:
 
 def _unused_store(options: _DistributedBackendOptions) -> dist.Store:
     """Return a part of the store that no earlier group has used."""
+    import torch.distributed as dist
+
+    from lockstep.comm.failures import STORE_SECONDS, answered, silent_store
+
     # After destroy_process_group() torch gives the same names to new groups, and a store may
     # outlive groups (torchrun's does). Ranks create groups in the same order, so each counts for
     # itself. Shown by test_ranks_may_come_to_a_second_group_long_after_each_other.
@@ -44,6 +51,7 @@ def _unused_store(options: _DistributedBackendOptions) -> dist.Store:
 def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
     from lockstep.comm.group import SharedMemoryGroup
     from lockstep.comm.hosts import HostsCollectives, HostsTransport
+    from lockstep.comm.network import ranks_by_host
     from lockstep.comm.shm.transport import ShmTransport
 
     rank, size, store = options.group_rank, options.group_size, _unused_store(options)
