@@ -53,6 +53,16 @@ def test_synchronous_sgd(start: list[str], num_ranks: int) -> None:
 
 
 @START
+def test_shared_embedding(start: list[str], num_ranks: int) -> None:
+    output = output_of(start, "shared_embedding.py")
+    megabytes = [float(size) for size in re.findall(r"([\d.]+) MB", output)]
+    assert len(megabytes) == 2
+    assert megabytes[1] < megabytes[0] / 100
+    assert len(re.findall(r"step 0: loss .*, \d+ rows: ", output)) == num_ranks
+    assert float(output.split()[-1]) < 1e-12
+
+
+@START
 def test_any_method(start: list[str], num_ranks: int) -> None:
     output = output_of(start, "any_method.py")
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
