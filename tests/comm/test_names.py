@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import timeout_of
 from lockstep.errors import CollectiveFailed, PeerLost
 from tests.comm.groups import OURS, run_on
 
@@ -23,6 +24,16 @@ def test_a_group_has_devices_from_when_torch_has_registered_it(backend: str) -> 
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert dist.group.WORLD._device_types == [torch.device("cpu")]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", [*OURS, "gloo"])
+def test_a_group_tells_how_long_it_waits(backend: str) -> None:
+    seconds = timedelta(seconds=7)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+    try:
+        assert timeout_of(dist.group.WORLD) == seconds
     finally:
         dist.destroy_process_group()
 

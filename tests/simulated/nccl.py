@@ -46,9 +46,7 @@ class NCCL(metaclass=_OfBackends):
     def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None, **_: Any) -> Any:
         options = options or cls.Options()
         check_one_device_each(store, rank, size)
-        made = connect("nccl", store, rank, size, options._timeout)
-        made.options = options
-        return made
+        return connect("nccl", store, rank, size, options._timeout)
 
 
 def check_one_device_each(store: dist.Store, rank: int, size: int) -> None:
@@ -65,9 +63,7 @@ class Gloo(metaclass=_OfBackends):
     create_default_device = getattr(_RealGloo, "create_default_device", None)
 
     def __new__(cls, store: dist.Store, rank: int, size: int, timeout: Any = _TIMEOUT) -> Any:
-        made = connect("gloo", store, rank, size, timeout)
-        made.options = types.SimpleNamespace(global_ranks_in_group=[], group_name="")
-        return made
+        return connect("gloo", store, rank, size, timeout)
 
 
 def connect(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

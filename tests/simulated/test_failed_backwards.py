@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
@@ -134,3 +137,39 @@ def test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all(
         assert named == named[:1] * num_ranks, (case, told)
         who = f"rank {case.ranks[0]}" if len(case.ranks) == 1 else "some rank"
         assert any(f"failed on {who} some steps ago" in errors[named[0][0]] for errors in told)
+
+
+def told_in_time(world: lockstep.World, backend: str) -> tuple[str, float]:
+    """What a rank is told on which a backward has failed, if no other goes on, and after when."""
+    control.set_delay("0,0")
+    hosts = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=2))
+    if backend == "simccl":  # which doesn't tell how long it waits, as backends of others needn't
+        group.get_group_store().set_timeout(timedelta(seconds=2))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(world.device)
+    model = lockstep.parallelize(layers, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = lockstep.shard_optimizer(optimizer, overlap=True)
+    told, seconds = "", 0.0
+    for step in range(4):
+        hidden = model[0](torch.ones(2, 4, device=world.device))
+        if step == 3 and world.rank == 1:
+            with pytest.raises(ArithmeticError):
+                model[1](Refusing.apply(hidden)).sum().backward()
+            start = time.monotonic()
+            with pytest.raises(CollectiveFailed) as caught:
+                optimizer.step()
+            told, seconds = str(caught.value), time.monotonic() - start
+        else:
+            model[1](hidden).sum().backward()
+            if step < 3:
+                optimizer.step()
+    dist.monitored_barrier(hosts)
+    return told, seconds
+
+
+@pytest.mark.parametrize("backend", [control.BACKEND, f"cpu:gloo,{control.KIND}:{control.BACKEND}"])
+def test_a_failed_backward_waits_for_others_no_longer_than_their_group(backend: str) -> None:
+    _, (told, seconds) = lockstep.launch(told_in_time, 2, (backend,))
+    assert "in 2 s no other rank has told what it calls after it" in told
+    assert 2 <= seconds < 60

@@ -26,6 +26,7 @@ from .buffers import zero_buffer as zero_buffer
 from .carriers import backend_name as backend_name
 from .carriers import carrier as carrier
 from .carriers import carries as carries
+from .carriers import timeout_of as timeout_of
 from .collectives import Collectives as Collectives
 from .collectives import reduction_for as reduction_for
 from .context import GroupContext as GroupContext

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,16 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend for tensors on ``device``, or else of the group."""
     # torch calls a group of several backends "undefined" if NCCL isn't one of them.
     return carrier(group, device) or group.name()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long calls of ``group`` wait for other ranks; its store does if no backend tells."""
+    if (queue := getattr(group, "_queue", None)) is not None:  # one of ours
+        return cast(timedelta, queue.timeout)
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):  # backends need no options
+            return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
+    return cast(timedelta, group.get_group_store().timeout)
 
 
 def connect(

@@ -29,6 +29,7 @@ from lockstep.comm import (
     follow_update,
     num_updates,
     start_all_reduce,
+    timeout_of,
 )
 from lockstep.deadline import Deadline
 from lockstep.entries import value_in
@@ -38,8 +39,6 @@ from lockstep.world import device_of_sums
 # Of how many backwards a rank tells: others may be as far ahead of one that has failed.
 _NUM_KEPT = 32
 _POLL_SECONDS = 0.05
-# How long another rank may take to tell: as long as NCCL waits for a rank, by default.
-_SECONDS = 600.0
 
 
 class Call(NamedTuple):
@@ -155,10 +154,11 @@ class AfterBackward:
                 found[:] = calls if len(calls) > len(found) else found
             return not each or len(found) >= number
 
-        if not Deadline(_SECONDS).until(is_known, _POLL_SECONDS):
+        seconds = timeout_of(self._group).total_seconds()  # after which NCCL gives up on a rank
+        if not Deadline(seconds).until(is_known, _POLL_SECONDS):
             raise CollectiveFailed(
                 f"A backward has failed on rank {self._rank}, whose program went on, and in "
-                f"{_SECONDS:g} s no other rank has told what it calls after it. Over GPUs "
+                f"{seconds:g} s no other rank has told what it calls after it. Over GPUs "
                 "ranks wait for each other then: let the error end the rank."
             )
         return found

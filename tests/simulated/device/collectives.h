@@ -147,6 +147,10 @@ class Backend final : public c10d::Backend {
   bool supportsCoalescing() const override { return false; }
   bool supportsSplitting() const override { return false; }
   void eagerConnectSingleDevice(at::Device device) override { communicator(device.index()); }
+  bool is_others() const { return name_ != "gloo" && name_ != "nccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return on_host_->getBackendOptions();
+  }
   void setSequenceNumberForGroup() override { on_host_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return on_host_->getSequenceNumberForGroup(); }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override {

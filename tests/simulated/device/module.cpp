@@ -117,6 +117,10 @@ BackendPtr make_backend(
 void add_classes(py::module_ module) {
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(
       module, "Backend", py::dynamic_attr())
+      .def_property_readonly("options", [](Backend& backend) {
+        if (backend.is_others()) throw py::attribute_error("a backend of others has no options");
+        return backend.getBackendOptions();
+      })
       .def("comm_split_count", [](Backend&) { return 0; });
 }
 
