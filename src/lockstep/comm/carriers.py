@@ -46,7 +46,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         with contextlib.suppress(AttributeError, RuntimeError):  # backends need no options
             return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
-    return cast(timedelta, group.get_group_store().timeout)
+    return cast(timedelta, cast(Any, group.get_group_store()).timeout)
 
 
 def connect(
