@@ -27,6 +27,7 @@ MODULE_STATE = {
     "guarding.context._current": "a thread's guard, in which no other one may be entered",
     # What is the process's: torch's hooks, forks, its exit, ports, memory.
     "nn.forward_hooks._handles": "torch's hooks for all modules and optimizers, each once",
+    "nn.forward_hooks.before_next_forward": "one function, as an object",
     "world.apart._hooks": "the same, which gives way to one that is called later",
     "comm.base_group._groups": "groups that a fork renews in the child",
     "comm.shm.memory._shared_at": "by address, which memory other processes reach",

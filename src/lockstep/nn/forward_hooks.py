@@ -15,6 +15,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import has_compiled, uncompiled
+from lockstep.errors import ModelError
 from lockstep.nn.autograd import refuse_distributed_context
 from lockstep.nn.backward import all_engines, backward_sync_of
 from lockstep.nn.engine import Engine
@@ -81,7 +82,7 @@ def _watch_its_modules(engine: Engine) -> None:
     engine.watch.refreshing = Forwards.OF_ITS_MODULES
     for module in [*engine.modules]:
         if not isinstance(module, torch.jit.ScriptModule):
-            module._forward_pre_hooks[_ONCE] = before_forward
+            module._forward_pre_hooks[_ONCE] = before_next_forward
 
 
 def watch_compiled(compiled: nn.Module, module: object) -> None:
@@ -124,6 +125,28 @@ def before_forward(module: nn.Module, _: object) -> None:
     stop_looking()
     if not torch.is_grad_enabled():
         _pause_in(module)
+
+
+class _BeforeNextForward:
+    """:func:`before_forward` as a hook of single modules, which torch.jit.script() would compile.
+
+    It asks for its name. A model is pickled with it, and its first forward removes it.
+    """
+
+    @uncompiled
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        before_forward(module, inputs)
+
+    @property
+    def __name__(self) -> str:
+        raise ModelError(
+            "torch.jit.script() can't compile a model whose next forward compares it with those of "
+            "the other ranks, as it has got other parameters. Call it once on every rank before, "
+            "as in model(x); a copy or an unpickled model anywhere."
+        )
+
+
+before_next_forward = _BeforeNextForward()
 
 
 def stop_looking() -> None:
