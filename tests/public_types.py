@@ -91,6 +91,7 @@ def optimizers(net: Net) -> None:
     sharded = lockstep.shard_optimizer(torch.optim.AdamW(net.parameters()))
     with lockstep.guard(net, sharded) as step:
         assert_type(step.blame, lockstep.Blame | None)
+    assert_type(lockstep.check_replicas(net, sharded), list[lockstep.ReplicaDifference])
     assert_type(sharded, torch.optim.AdamW)
     as_torchs: torch.optim.Optimizer = lockstep.ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.AdamW, lr=0.1

@@ -9,6 +9,8 @@ from .data import Partition as Partition
 from .data import partition as partition
 from .errors import LockstepError as LockstepError
 from .guarding import Blame as Blame
+from .guarding import ReplicaDifference as ReplicaDifference
+from .guarding import check_replicas as check_replicas
 from .guarding import guard as guard
 from .launcher import launch as launch
 from .metrics import reduce as reduce

@@ -20,6 +20,7 @@
     │   ├── CollectiveMismatch       they called different operations
     │   └── GroupClosed              the process group was destroyed, or is another process's
     ├── StepSkipped                a guarded step was not applied
+    ├── ReplicasDiffer             ranks don't have the same parameters
     ├── CheckpointError            a checkpoint was not saved, or not loaded
     │   ├── SaveFailed               it could not be written
     │   ├── CheckpointNotFound       there is none
@@ -158,6 +159,18 @@ class StepSkipped(LockstepError, RuntimeError):
     """
 
     blame: object = None
+
+
+class ReplicasDiffer(LockstepError, RuntimeError):
+    """Ranks don't have the same parameters, buffers, optimizer's options or state.
+
+    Attributes:
+        differences: What differs, and on which ranks, as :func:`lockstep.check_replicas` tells it.
+    """
+
+    def __init__(self, message: str, differences: list[object] | tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.differences = [*differences]
 
 
 class CheckpointError(LockstepError, RuntimeError):

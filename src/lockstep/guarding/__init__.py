@@ -3,6 +3,7 @@
 from lockstep.guarding.blame import Blame
 from lockstep.guarding.context import Guard
 from lockstep.guarding.guard import guard
+from lockstep.guarding.replicas import ReplicaDifference, check_replicas
 from lockstep.guarding.step import GuardedStep
 
-__all__ = ["Blame", "Guard", "GuardedStep", "guard"]
+__all__ = ["Blame", "Guard", "GuardedStep", "ReplicaDifference", "check_replicas", "guard"]

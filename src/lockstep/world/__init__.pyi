@@ -21,6 +21,7 @@ from .environment import restart_environment as restart_environment
 from .environment import restarts_of as restarts_of
 from .facts import KeptInStep as KeptInStep
 from .facts import Sample as Sample
+from .facts import options_of as options_of
 from .facts import parameters_of as parameters_of
 from .facts import samples_of as samples_of
 from .network import addresses as addresses

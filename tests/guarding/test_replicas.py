@@ -1,0 +1,199 @@
+"""check_replicas() names what differs between ranks, and repairs what most of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import ReplicasDiffer
+from tests.ranks import run_ranks
+from tests.same import assert_same
+
+
+class Program:
+    """A model with buffers that some steps have changed, and its optimizer."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup, shard: Callable | None = None) -> None:
+        weights = torch.Generator().manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        for parameter in self.net.parameters():
+            nn.init.uniform_(parameter, generator=weights)
+        lockstep.parallelize(self.net, process_group=group)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.optimizer = optimizer if shard is None else shard(optimizer)
+        self.group = group
+        self.data = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            self.step()
+
+    def step(self) -> None:
+        x = torch.randn(5, 4, generator=self.data)
+        losses = self.net(x).square().sum(1)
+        lockstep.mean(losses, process_group=self.group).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.net.state_dict().values()]
+
+
+def change_a_weight(program: Program) -> None:
+    with torch.no_grad():
+        program.net[2].weight[1, 2] += 1e-6
+
+
+def flip_the_sign_of_a_zero(program: Program) -> None:
+    program.net[0].bias.data[0] = -0.0
+
+
+def change_a_frozen_one(program: Program) -> None:
+    program.net[2].bias.requires_grad_(False).data[0] = 3
+
+
+def change_a_buffer(program: Program) -> None:
+    program.net[1].running_var[0] = 3
+
+
+def change_the_state(program: Program) -> None:
+    program.optimizer.state[program.net[0].weight]["exp_avg"][0] = 3
+
+
+def change_an_option(program: Program) -> None:
+    program.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def change_a_pair(program: Program) -> None:
+    program.optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+class Change(NamedTuple):
+    apply: Callable[[Program], None]
+    name: str
+    prepare: Callable[[Program], None] | None = None  # on all ranks
+
+
+def zero_it(program: Program) -> None:
+    program.net[0].bias.data[0] = 0.0
+
+
+CHANGES = [
+    Change(change_a_weight, "parameter 2.weight"),
+    Change(flip_the_sign_of_a_zero, "parameter 0.bias", zero_it),
+    Change(change_a_frozen_one, "parameter 2.bias"),
+    Change(change_a_buffer, "buffer 1.running_var"),
+    Change(change_the_state, "exp_avg of 0.weight"),
+    Change(change_an_option, "lr of group 0"),
+    Change(change_a_pair, "betas of group 0"),
+]
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.apply.__name__)
+def test_the_rank_that_differs_is_named_and_takes_what_the_others_have(
+    backend: str, change: Change
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        if change.prepare is not None:
+            change.prepare(program)
+        assert lockstep.check_replicas(program.net, program.optimizer) == []
+        before = program.state()
+        if rank == 1:
+            change.apply(program)
+        with pytest.raises(ReplicasDiffer, match=f"{change.name} of rank 1 isn't") as caught:
+            lockstep.check_replicas(program.net, program.optimizer)
+        (difference,) = caught.value.differences
+        assert difference.name == change.name
+        assert difference.ranks == (1,)
+        assert difference.source == 0
+        assert lockstep.check_replicas(program.net, program.optimizer, repair=True) == [difference]
+        assert lockstep.check_replicas(program.net, program.optimizer) == []
+        assert_same(program.state(), before, 0)
+        program.step()
+        assert lockstep.check_replicas(program.net, program.optimizer) == []
+
+    run_ranks(3, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_two_ranks_have_no_majority(backend: str) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        if rank == 1:
+            change_a_weight(program)
+        before = program.state()
+        with pytest.raises(ReplicasDiffer, match=r"2\.weight differs between ranks 0, 1, of"):
+            lockstep.check_replicas(program.net, program.optimizer, repair=True)
+        assert_same(program.state(), before, 0)
+
+    run_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_what_has_a_majority_is_repaired_where_other_things_have_none(
+    backend: str,
+) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        if rank == 2:
+            change_a_weight(program)
+        program.optimizer.param_groups[0]["lr"] = 0.1 * rank
+        with pytest.raises(ReplicasDiffer, match="Everything else") as caught:
+            lockstep.check_replicas(program.net, program.optimizer, repair=True)
+        assert [each.name for each in caught.value.differences] == ["lr of group 0"]
+        assert lockstep.check_replicas(program.net) == []
+
+    run_ranks(3, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_states_of_a_sharded_optimizer_are_different_parts(backend: str, overlap: bool) -> None:
+    def shard(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return lockstep.shard_optimizer(optimizer, overlap=overlap)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group, shard)
+        assert lockstep.check_replicas(program.net, program.optimizer) == []
+        if rank == 0:
+            change_a_weight(program)
+        (difference,) = lockstep.check_replicas(program.net, program.optimizer, repair=True)
+        assert (difference.name, difference.ranks) == ("parameter 2.weight", (0,))
+        program.step()
+        assert lockstep.check_replicas(program.net, program.optimizer) == []
+
+    run_ranks(3, body, backend=backend)
+
+
+def told_of_a_model_that_is_not_parallel(world: lockstep.World) -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    net[1].running_mean[0] = world.rank
+    assert lockstep.check_replicas(net) == []
+    if world.rank == 1:
+        net[0].bias.data[0] = 3
+    with pytest.raises(ReplicasDiffer) as caught:
+        lockstep.check_replicas(net)
+    return str(caught.value)
+
+
+def test_a_model_that_is_not_parallel_is_compared_without_buffers() -> None:
+    for told in lockstep.launch(told_of_a_model_that_is_not_parallel, 3, ranks="threads"):
+        assert "parameter 0.bias of rank 1 isn't that of the others" in told
+
+
+def test_a_rank_alone_has_nothing_to_compare() -> None:
+    net = nn.Linear(2, 2)
+    assert lockstep.check_replicas(net, torch.optim.SGD(net.parameters())) == []
+
+
+@pytest.mark.parametrize("arguments", [["net"], [nn.Linear(2, 2), "Adam"]])
+def test_other_things_are_refused(arguments: list) -> None:
+    with pytest.raises(TypeError, match=r"not a torch\."):
+        lockstep.check_replicas(*arguments)
