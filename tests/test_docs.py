@@ -184,7 +184,9 @@ wandb = types.SimpleNamespace(log=lambda values, step: None)
 # These act on a model that is parallel already; the others make it so, or don't need it.
 OF_PARALLEL_MODELS = {
     "Blame",
+    "ReplicaDifference",
     "accumulate",
+    "check_replicas",
     "guard",
     "join",
     "mean",

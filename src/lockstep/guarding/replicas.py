@@ -29,7 +29,13 @@ _NUM_TOLD = 8
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """What isn't the same on all ranks.
+    """What isn't the same on all ranks. ::
+
+        try:
+            repaired = lockstep.check_replicas(model, optimizer, repair=True)
+        except lockstep.errors.ReplicasDiffer as error:
+            print(*(difference.ranks for difference in error.differences))
+            raise
 
     Attributes:
         name: ``"parameter fc.weight"``, ``"buffer bn.running_mean"``, ``"exp_avg of fc.weight"``,
@@ -55,8 +61,10 @@ def check_replicas(
 ) -> list[ReplicaDifference]:
     """Raise on every rank unless all have the same parameters, in every bit. ::
 
-        if step % 100 == 0:
-            lockstep.check_replicas(model, optimizer)
+        for step, batch in enumerate(loader):
+            ...
+            if step % 100 == 0:
+                lockstep.check_replicas(model, optimizer)
 
     What is compared: parameters, frozen ones too, and buffers that lockstep keeps in step; of
     ``optimizers`` the options of each group, such as ``lr``, and the state, of sharded ones the
