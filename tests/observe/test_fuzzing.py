@@ -219,10 +219,11 @@ def _crafted(kind: str, number: int) -> bytes:
 
 FEW_NAMES = ["lists", "names of values", "loaders", "iterations", "wide columns"]
 MANY_SPANS = [
-    *("names", "steps", "buckets", "threads"),
-    *("spans of a step", "open spans", "buckets of a step"),
+    *("names", "buckets", "threads"),
     *("wide names of a bucket", "wide loaders", "wide names of values"),
 ]
+# A minute each, and much like threads.
+OF_STEPS = ["steps", "spans of a step", "open spans", "buckets of a step"]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ MANY_SPANS = [
     [
         *((kind, 4_000) for kind in FEW_NAMES),
         *(pytest.param(kind, 30_000, marks=pytest.mark.long) for kind in FEW_NAMES + MANY_SPANS),
+        *(pytest.param(kind, 30_000, marks=pytest.mark.thorough) for kind in OF_STEPS),
     ],
 )
 def test_crafted_lines_take_no_more_memory_than_others(
