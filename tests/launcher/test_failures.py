@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -263,3 +264,28 @@ def test_a_rank_that_others_lost_may_tell_why(bench: Bench) -> None:
     )
     done = bench.run("run", "-n", 3, script)
     assert done.stderr.startswith("lockstep: rank 2 of 3 did not come to where others waited")
+
+
+@pytest.mark.parametrize("options", [[], ["--restarts", 1]], ids=["once", "started again"])
+def test_where_a_rank_was_that_did_not_come(bench: Bench, options: list) -> None:
+    script = bench.script(
+        """
+        import time
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        import lockstep
+
+        world = lockstep.init(backend="shm", timeout=timedelta(seconds=2))
+
+        def read_all_samples():
+            time.sleep(60)
+
+        if world.rank == 1:
+            read_all_samples()
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    done = bench.run("run", "-n", 2, *options, script)
+    assert "rank 1 of 2 did not come to where others waited" in done.stderr
+    assert re.search(r"^Rank 1 was at \S+:\d+, in read_all_samples\.$", done.stderr, re.M)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.observe.attach import Frame, Observed, _main_stack, verdict
+from lockstep.launcher import Frame, main_stack
+from lockstep.observe.attach import Observed, verdict
 from lockstep.run_status import RankState
 
 SECOND = 1_000_000_000
@@ -25,10 +26,10 @@ Current thread 0x00007f02 (most recent call first):
 
 
 def test_the_main_threads_frames_up_to_the_launchers_are_read() -> None:
-    frames = _main_stack(DUMP)
+    frames = main_stack(DUMP)
     assert [frame.line for frame in frames] == [7, 5, 9]
     assert str(Observed(STATE, 0, "running", frames).place).endswith("train.py:5, in step")
-    assert _main_stack("") == []
+    assert main_stack("") == []
 
 
 STATE = RankState(9, 0, "program", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0, 0)

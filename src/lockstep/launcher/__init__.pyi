@@ -1,5 +1,4 @@
 from .failures import JobOutcome as JobOutcome
-from .failures import is_users_file as is_users_file
 from .job import Job as Job
 from .job import check_num_ranks as check_num_ranks
 from .job import check_num_threads as check_num_threads
@@ -12,6 +11,10 @@ from .restarts import START_AGAIN as START_AGAIN
 from .snapshot_memory import SnapshotHeader as SnapshotHeader
 from .snapshot_memory import SnapshotMemory as SnapshotMemory
 from .snapshot_memory import newest_step as newest_step
+from .stacks import Frame as Frame
+from .stacks import dump as dump
+from .stacks import main_stack as main_stack
+from .stacks import place_in as place_in
 from .start import launch as launch
 from .start import run_job as run_job
 from .start import supervise as supervise

@@ -238,7 +238,7 @@ class Attempts:
             self._add_variables(host)
             self._signals.listen()
             console = self._console_of(host, host.attempt)
-            watch = Watch(self._job, host, attempt.ranks, console, self._signals)
+            watch = Watch(self._job, host, attempt.ranks, console, self._signals, self._status)
         except (LaunchError, Ended):
             self._drop(attempt)
             raise

@@ -17,11 +17,11 @@ import signal as signals
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from traceback import FrameSummary, TracebackException
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, TypeVar
 
 from lockstep import errors
@@ -167,15 +167,18 @@ def failure_outcome(
     *,
     ended_well: Sequence[int] = (),
     full_traceback: bool = False,
+    places: Mapping[int, str] = MappingProxyType({}),
 ) -> JobOutcome:
     """The outcome of a job in which these ranks failed, at least one.
 
-    ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure.
+    ``ended_well`` are ranks whose programs had come to their ends, and not because of the failure;
+    ``places`` tell where ranks were for which others had waited in vain.
     """
     culprit = _told_last(first_failure(failures), failures)
     absent = _absent(culprit, failures, world_size)
     earlier = None if absent else _earlier(culprit, failures, ended_well)
-    message = _message(culprit, absent, failures, ended_well, world_size, full_traceback)
+    where = [f"Rank {rank} was at {places[rank]}." for rank in absent if rank in places]
+    message = _message(culprit, absent, where, failures, ended_well, world_size, full_traceback)
     if earlier is not None:
         message = f"rank {earlier} failed before all others, as they tell. Of them, {message}"
     rank = absent[0] if len(absent) == 1 else culprit.rank
@@ -248,6 +251,7 @@ def _earlier(
 def _message(
     culprit: Failure,
     absent: Sequence[int],
+    where: Sequence[str],
     failures: Sequence[Failure],
     ended_well: Sequence[int],
     world_size: int,
@@ -286,7 +290,8 @@ def _message(
         evidence = ["", "It left no traceback. The last it wrote to stderr:", culprit.last_words]
     else:
         evidence = ["It left no traceback and wrote nothing to stderr."]
-    return "\n".join([headline, *told[:_MOST_RANKS_SHOWN], *evidence])
+    shown = [*where[:_MOST_RANKS_SHOWN], *told[:_MOST_RANKS_SHOWN]]
+    return "\n".join([headline, *shown, *evidence])
 
 
 def how(failure: Failure) -> str:

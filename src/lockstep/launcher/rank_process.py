@@ -42,6 +42,7 @@ class RankProcess:
     is_through: bool = False  # whether it reported the end of its program, before exit handlers
     failure: Failure | None = None  # by its own report or else by its exit
     suspect: Failure | None = None  # to blame if others have lost it, or waited for it
+    place: str = ""  # where it was when others had waited for it in vain
     result: bytes | None = None  # of its function, pickled
     _received: bytearray = field(default_factory=bytearray)
     _stderr: bytes = b""

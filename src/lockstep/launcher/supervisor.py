@@ -106,7 +106,7 @@ def _start(job: Job) -> int:
         signals = processes.SignalPipe(job.stop_signals)
         console = Console(signals, live)
         console.keep_logs(job.log_dir, host.ranks)
-        watch = Watch(job, host, ranks, console, signals)
+        watch = Watch(job, host, ranks, console, signals, status)
     except (LaunchError, Ended):
         kill_ranks(ranks)
         raise

@@ -27,8 +27,10 @@ from lockstep.launcher.processes import (
 )
 from lockstep.launcher.rank_process import RankProcess
 from lockstep.launcher.restarts import START_AGAIN
+from lockstep.launcher.stacks import dump, main_stack, place_in
 from lockstep.launcher.starting import StartOfMany
 from lockstep.printable import signal_name
+from lockstep.run_status import RunStatus
 
 if TYPE_CHECKING:  # it imports torch
     from lockstep.launcher.hosts import Host
@@ -37,6 +39,7 @@ _READ_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _MOST_DRAINS = 100  # each empties a pipe
 _REPORT_SECONDS = 3.0  # for a rank that has left others to tell why
+_PLACES_SECONDS = 1.0  # in which ranks are asked where they are
 
 
 class Watch:
@@ -48,6 +51,7 @@ class Watch:
         ranks: They wait to begin.
         console: Where their output goes.
         signals: Those that come to this process.
+        status: What the ranks do.
     """
 
     def __init__(
@@ -57,9 +61,10 @@ class Watch:
         ranks: list[RankProcess],
         console: Console,
         signals: processes.SignalPipe,
+        status: RunStatus,
     ) -> None:
         self._job, self._host, self._ranks = job, host, ranks
-        self.console, self.signals = console, signals
+        self.console, self.signals, self._status = console, signals, status
         self._spare: set[int] = set()  # children that aren't to be ended with the ranks
         self._when_failed: Callable[[], bool] = lambda: False
         self._is_quick = False  # whether the ranks are ended at once, to be started again
@@ -70,8 +75,6 @@ class Watch:
         self._escalation: Escalation | None = None  # None as long as all goes well
         self._reports: Deadline | None = None  # for ranks that others tell of to tell themselves
         self._kept = set[int]()  # signals for which no rank has a handler yet
-        given = job.grace_seconds
-        self._grace_seconds = GRACE_SECONDS if given is None else given
         self._selector = selectors.DefaultSelector()
         # Pipes that aren't read until the stream to which they go (1 or 2) has taken more.
         self._paused: dict[int, tuple[int, Callable[[], object]]] = {}
@@ -85,6 +88,11 @@ class Watch:
             self.when_readable(rank.connection, rank.read_report)
             for destination, output in enumerate(rank.outputs, start=1):
                 self.when_readable(output, partial(self._copy, rank, output, destination))
+
+    @property
+    def _grace_seconds(self) -> float:
+        given = self._job.grace_seconds
+        return GRACE_SECONDS if given is None else given
 
     @property
     def _failure_grace_seconds(self) -> float:
@@ -146,6 +154,7 @@ class Watch:
             self._host.world_size,
             ended_well=[rank.rank for rank in self._ranks if rank.has_ended_well()],
             full_traceback=self._job.full_traceback,
+            places={rank.rank: rank.place for rank in self._ranks if rank.place},
         )
 
     def _failures(self) -> list[Failure]:
@@ -167,6 +176,7 @@ class Watch:
             self._note_exits()
             if self._escalation is None and self._is_to_end():
                 self._note_stops()
+                self._note_places()
                 self._escalation = Escalation(self._after_failure())
 
     def _is_to_end(self) -> bool:
@@ -347,6 +357,16 @@ class Watch:
     def _note_stops(self) -> None:
         for rank in self._ranks:
             rank.note_stop()
+
+    def _note_places(self) -> None:
+        """Note where ranks of this host are that didn't come to where others waited for them."""
+        missed = {rank for failure in self._failures() for rank in failure.missed}
+        by_pid = {rank.pid: rank for rank in self._ranks if rank.is_running and rank.rank in missed}
+        deadline = Deadline(_PLACES_SECONDS)
+        for shown in self._status.ranks if by_pid else ():
+            rank = by_pid.get((state := shown.read(with_values=False)).pid)
+            if rank is not None and deadline.left() and not processes.is_stopped(rank.pid):
+                rank.place = str(place_in(main_stack(dump(state))) or "")
 
     @property
     def interrupted_by(self) -> int | None:

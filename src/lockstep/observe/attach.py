@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
-from lockstep.launcher import is_users_file, state_in_words
+from lockstep.launcher import Frame, dump, main_stack, place_in, state_in_words
 from lockstep.memory_files import files_in_memory, open_in_memory
-from lockstep.printable import printable
 from lockstep.run_status import MEMORY_NAME, VERSION, RankState, RunStatus, in_time, stat_fields
-from lockstep.status import PAGE_BYTES, STACKS_NAME, STACKS_SIGNAL, now
+from lockstep.status import PAGE_BYTES, now
 from lockstep.tables import FittedTable
 
-_DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
 # A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
 # Of a run's pages, more than those of all ranks that a launcher starts.
 _MOST_RUN_BYTES = 64 << 20
 _COLUMNS = ("rank", "process", "steps", "state", "at")
-# The main thread's stack, which is the last, has no more frames, and is no longer.
-_MOST_FRAMES, _MOST_DUMP_BYTES = 100, 1 << 20
-# A number of more digits is none of faulthandler's, and of thousands none of Python's.
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
-# The function of the launcher that calls the program.
-_STARTERS = ("_run_script", "_run_module", "_call")
 
 
 class ShownRun(RunStatus):
@@ -80,19 +67,6 @@ def running() -> Iterator[ShownRun]:
                 yield found
 
 
-class Frame(NamedTuple):
-    """A line of a stack, the innermost of which come first."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        path = os.path.relpath(self.file)
-        file = self.file if path.startswith("..") else path
-        return printable(f"{file}:{self.line}, in {self.function}")
-
-
 class Observed(NamedTuple):
     """A rank at a moment."""
 
@@ -104,8 +78,7 @@ class Observed(NamedTuple):
     @property
     def place(self) -> Frame | None:
         """The innermost line of the program's own files."""
-        lines = (frame for frame in self.stack if is_users_file(frame.file))
-        return next(lines, self.stack[0] if self.stack else None)
+        return place_in(self.stack)
 
 
 def status(pid: str | None = None, stacks: bool = False) -> None:
@@ -171,7 +144,7 @@ def _observe(run: ShownRun) -> list[Observed]:
         if new.rank < 0:  # fewer go on
             continue
         process = _process_state(new.pid)
-        stack = _main_stack(_dump(new)) if process == "running" else []
+        stack = main_stack(dump(new)) if process == "running" else []
         found.append(Observed(new, new.num_steps - old.num_steps, process, stack))
     return found
 
@@ -182,40 +155,6 @@ def _process_state(pid: int) -> str:
     except OSError:
         return "gone"
     return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")
-
-
-def _dump(rank: RankState) -> str:
-    """Have a rank write the stacks of its threads, and return them; "" if it doesn't."""
-    try:
-        mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text(), re.M)
-        # A process that doesn't catch the signal would be ended by it.
-        if mask is None or not int(mask[1], 16) >> (STACKS_SIGNAL - 1) & 1:
-            return ""
-        path = f"/proc/{rank.pid}/fd/{rank.stacks}"
-        # The numbers are what the rank wrote, and its other files are its own.
-        with open(open_in_memory(path, STACKS_NAME, os.O_RDWR), "r+b", buffering=0) as file:
-            file.truncate(0)
-            os.kill(rank.pid, STACKS_SIGNAL)
-            size, deadline = 0, Deadline(_DUMP_SECONDS)
-            while deadline.left():
-                time.sleep(_POLL_SECONDS)
-                if size and size == os.fstat(file.fileno()).st_size:
-                    break
-                size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _MOST_DUMP_BYTES))
-            return file.read(_MOST_DUMP_BYTES).decode(errors="replace")
-    except OSError:  # it has ended
-        return ""
-
-
-def _main_stack(dump: str) -> list[Frame]:
-    """The stack of the main thread, which a dump has last, without the launcher's frames."""
-    start = max((found.start() for found in _THREAD.finditer(dump)), default=0)
-    frames = [
-        Frame(found["file"], int(found["line"]), found["function"])
-        for found in itertools.islice(_FRAME.finditer(dump, start), _MOST_FRAMES)
-    ]
-    return [*itertools.takewhile(lambda frame: frame.function not in _STARTERS, frames)]
 
 
 def verdict(ranks: Sequence[Observed], time_now: int) -> str:
