@@ -17,6 +17,7 @@ import pytest
 
 from lockstep.launcher import START_AGAIN, WrittenOut
 from lockstep.launcher.last_snapshot import write_out
+from lockstep.launcher.restarts import DONT_START_AGAIN
 from tests.launcher.bench import Bench, lines_of
 
 pytestmark = pytest.mark.forks
@@ -295,3 +296,39 @@ def test_stop_signals_that_make_no_sense(bench: Bench, value: str) -> None:
     done = bench.run("run", "--stop-signal", value, bench.script("print('ran')"))
     assert (done.returncode, done.stdout) == (2, "")
     assert f"--stop-signal is {value}, but SIGUSR1 or SIGUSR2 is needed" in done.stderr
+
+
+@pytest.mark.long
+def test_run_that_is_given_up_leaves_its_last_snapshot_as_a_checkpoint(bench: Bench) -> None:
+    """It fails at the same step until the program is mended, and then goes on from there."""
+    script = bench.script(
+        """
+        import os
+        import torch
+        from torch.utils.data import TensorDataset
+        import lockstep
+
+        world = lockstep.init()
+        model = lockstep.parallelize(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        loader = lockstep.DataLoader(TensorDataset(x), 8)
+        things = {"model": model, "optimizer": optimizer}
+        steps = lockstep.steps(loader, "run", epochs=2, save_every=100, **things)
+        for (x,) in steps:
+            if steps.step == 7 and world.rank == 1 and not os.path.exists("is-mended"):
+                raise ValueError("refused")
+            world.print("step", steps.step)
+            lockstep.mean(model(x).square()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    )
+    done = bench.run("run", "-n", 2, "--restarts", 1, script)
+    assert done.returncode == DONT_START_AGAIN
+    assert "ValueError: refused" in done.stderr
+    (step,) = re.findall(r"after (\d+) steps was written in \S+run\. Mend the cause", done.stderr)
+    (bench.directory / "is-mended").touch()
+    done = bench.run("run", "-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout, 0)[0] == f"step {step}"

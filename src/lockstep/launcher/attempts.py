@@ -103,7 +103,7 @@ class Attempts:
                 if reaction is Reaction.FEWER:
                     self._go_on_with(self._job.num_ranks - 1)
                 elif reaction is not Reaction.RESTART:
-                    return _given_up(outcome, reaction)
+                    return self._with_last_snapshot(_given_up(outcome, reaction))
         except Ended as error:
             return error.outcome
         except LaunchError as error:
@@ -193,7 +193,7 @@ class Attempts:
         return self._with_last_snapshot(JobOutcome(128 + number, message=message))
 
     def _with_last_snapshot(self, outcome: JobOutcome) -> JobOutcome:
-        """The outcome of a run that a signal or a lost host has ended; ranks may not have saved.
+        """The outcome of a run that has ended otherwise than well; ranks may not have saved.
 
         Of several hosts it is host 0 that has the last snapshot written or, without it, the other
         one: each of two has copies of the other's snapshots. Of more none has all that is needed.

@@ -1,4 +1,4 @@
-"""The last snapshot of ranks that were asked to stop, and didn't come to the end of a step.
+"""The last snapshot of ranks that didn't come to the end of a step, or aren't started again.
 
 A process of its own writes it out as a checkpoint: see lockstep.resume.last_snapshot.
 """
@@ -88,7 +88,10 @@ def _start(descriptors: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
 
 
 def with_last_snapshot(outcome: JobOutcome, written: WrittenOut) -> JobOutcome:
-    """The outcome of a run that was ended by a signal, with what came of its last snapshot."""
+    """The outcome of a run, with what came of its last snapshot.
+
+    The same command is to be given again, unless a rank has failed: it would fail again.
+    """
     if written.error:
         told = f"the last snapshot wasn't written as a checkpoint: {written.error}"
     elif written.step is None:
@@ -97,10 +100,12 @@ def with_last_snapshot(outcome: JobOutcome, written: WrittenOut) -> JobOutcome:
         told = f"the state after {written.step} steps is lost, as steps() has no path."
     else:
         how = "was written" if written.is_new else "is a checkpoint"
-        why = "the ranks hadn't come to a step's end. " * (outcome.lost_host is None)
-        told = (
-            f"{why}The state after {written.step} steps {how} in {written.path}. Give the same "
-            "command again to go on from there."
-        )
-        outcome = replace(outcome, run_status=START_AGAIN)
+        told = f"The state after {written.step} steps {how} in {written.path}. "
+        if outcome.rank is not None:
+            told += "Mend the cause, and give the same command again to go on from there."
+        else:
+            told += "Give the same command again to go on from there."
+            outcome = replace(outcome, run_status=START_AGAIN)
+            if outcome.lost_host is None:
+                told = f"the ranks hadn't come to a step's end. {told}"
     return replace(outcome, message=f"{outcome.message or ''}\n{told}".strip())
