@@ -112,7 +112,7 @@ _SOON = {"empty lists", "members", "small pieces", "dimensions", "divided", "a l
     ("kind", "num_bytes"),
     [
         *(pytest.param(k, 200_000, marks=[pytest.mark.long] * (k not in _SOON)) for k in KINDS),
-        *(pytest.param(k, 2_000_000, marks=pytest.mark.long) for k in KINDS if k not in _SLOW),
+        *(pytest.param(k, 2_000_000, marks=pytest.mark.thorough) for k in KINDS if k not in _SLOW),
     ],
 )
 def test_a_crafted_checkpoint_is_shown_or_refused_in_twice_its_size(
