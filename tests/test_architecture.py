@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_287,
+        "observe": 6_317,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -80,8 +80,10 @@ class ShownRank(RankStatus):
             found["waited"] += max(0, now() - found["since"])
         detail = bytes(self._memory[DETAIL_AT : DETAIL_AT + MOST_DETAIL_BYTES]).rstrip(b"\0")
         found["detail"] = printable(detail.decode(errors="replace"))
-        found["logged_step"], found["last_step"], data = self._read_log()
-        found["values"] = _numbers_in(_object_in(data)) if with_values else {}
+        found["values"] = {}
+        if with_values:
+            found["logged_step"], found["last_step"], data = self._read_log()
+            found["values"] = _numbers_in(_object_in(data))
         return RankState(**found)
 
     def _read_log(self) -> tuple[int, int, bytes]:

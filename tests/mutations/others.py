@@ -143,7 +143,7 @@ OTHERS = [
     mutation(
         "test_pages_of_no_runs_size_are_not_shown",
         "observe/attach.py",
-        "if not PAGE_BYTES <= size <= _MOST_RUN_BYTES:",
+        "if not PAGE_BYTES <= size <= self.num_bytes(_MOST_RANKS):",
         "if size > 1 << 32:",
     ),
     # Stacks are asked for in a file that has a name.

@@ -28,9 +28,9 @@ def facts(program: str = PROGRAM) -> bytes:
 
 
 @contextmanager
-def shown(descriptor: int) -> Iterator[None]:
+def shown(descriptor: int) -> Iterator[int]:
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -85,6 +85,32 @@ def test_pages_take_at_most_twice_their_size() -> None:
     assert peak < 2 * len(run._memory) + FIXED_BYTES, peak / len(run._memory)
 
 
+@pytest.mark.long
+def test_the_largest_pages_take_less_than_their_size_and_few_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of 4,096 ranks that all seem to run, and to have stacks that nobody writes."""
+    run = RunStatus.create(PROGRAM, 4096)
+    for number, rank in enumerate(run.ranks):
+        rank.begin(number)
+        rank.enter("wait", "x" * 64)
+    assert peak_of(lambda: attach.status(str(os.getpid()))) < len(run._memory)
+    out = capsys.readouterr().out
+    assert "and 3,840 more ranks" in out
+    assert len(out) < 64 * 1024
+    with shown(os.memfd_create("lockstep-status")) as larger:
+        os.write(larger, facts())
+        os.ftruncate(larger, len(run._memory) + 8192)
+        assert len(local_runs()) == 1
+
+
+def test_a_process_is_shown_with_one_run() -> None:
+    """However many files it has."""
+    first, second = RunStatus.create(PROGRAM, 1), RunStatus.create(PROGRAM, 1)
+    assert len(local_runs()) == 1
+    del first, second
+
+
 def test_pages_that_are_cut_off_are_no_end() -> None:
     """A map of the file would be: the kernel ends who reads behind its end."""
     descriptor = os.memfd_create("lockstep-status")
@@ -93,8 +119,7 @@ def test_pages_that_are_cut_off_are_no_end() -> None:
         os.ftruncate(descriptor, RunStatus.num_bytes(2))
         (run,) = local_runs()
         os.ftruncate(descriptor, 0)
-        run.refresh()
-        assert [rank.read().pid for rank in run.ranks] == [0, 0]
+        assert [state.pid for state in run.read()] == [0, 0]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -12,25 +12,36 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.deadline import Deadline
 from lockstep.errors import BadLaunch
 from lockstep.launcher import Frame, dump, main_stack, place_in, state_in_words
 from lockstep.memory_files import files_in_memory, open_in_memory
-from lockstep.run_status import MEMORY_NAME, VERSION, RankState, RunStatus, in_time, stat_fields
-from lockstep.status import PAGE_BYTES, now
+from lockstep.run_status import (
+    MEMORY_NAME,
+    VERSION,
+    RankState,
+    RunStatus,
+    ShownRank,
+    in_time,
+    stat_fields,
+)
+from lockstep.status import PAGE_BYTES, RANK_BYTES, now
 from lockstep.tables import FittedTable
 
 # A rank that has waited for this time counts as stuck, unless others have made steps meanwhile.
 _STUCK_NS = 5_000_000_000
 _OBSERVED_SECONDS = 0.5
-# Of a run's pages, more than those of all ranks that a launcher starts.
-_MOST_RUN_BYTES = 64 << 20
+_MOST_RANKS = 4096  # of a host, as many as a launcher starts
+_MOST_SHOWN, _MOST_LISTED = 256, 16  # ranks
+_ALL_DUMPS_SECONDS = 10.0  # for the stacks of all ranks of a run
 _COLUMNS = ("rank", "process", "steps", "state", "at")
 
 
 class ShownRun(RunStatus):
     """The pages of another process's run, which may be another user's where root looks.
 
-    They are copies: who cuts a file off ends the processes that read it in a map.
+    They are read one by one, into copies: who cuts a file off ends the processes that read it in a
+    map. What ranks have logged isn't read.
 
     Args:
         path: Of the open file that has them.
@@ -43,27 +54,38 @@ class ShownRun(RunStatus):
         self._descriptor = -1
         self._descriptor = open_in_memory(path, MEMORY_NAME)
         size = os.fstat(self._descriptor).st_size
-        if not PAGE_BYTES <= size <= _MOST_RUN_BYTES:
+        if not PAGE_BYTES <= size <= self.num_bytes(_MOST_RANKS):
             raise OSError(errno.EFBIG, "It is no run's", path)
-        super().__init__(bytearray(size))
-        self.refresh()
+        self._starts = range(size % RANK_BYTES, size, RANK_BYTES)
+        super().__init__(self._read(0))
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
-    def refresh(self) -> None:
-        """See what the ranks do now."""
-        os.preadv(self._descriptor, [self._memory], 0)
+    def _read(self, start: int) -> bytearray:
+        page = bytearray(PAGE_BYTES)
+        os.preadv(self._descriptor, [page], start)
+        return page
+
+    def read(self) -> list[RankState]:
+        """Return what each rank does now, those that there are no more too."""
+        return [
+            ShownRank(memoryview(self._read(start))).read(with_values=False)
+            for start in self._starts
+        ]
 
 
 def running() -> Iterator[ShownRun]:
-    """Yield the runs of this user on this host, of all users for root."""
+    """Yield the runs of this user on this host, of all users for root; of each process, one."""
+    seen = set[int]()
     for pid, path in [*files_in_memory(MEMORY_NAME)]:  # which are opened after that
         with suppress(OSError):  # the process has just ended
             found = ShownRun(path)
             # Ranks have the same memory open.
-            if found.facts.get("version") == VERSION and found.facts["pid"] == pid:
+            is_its = found.facts.get("version") == VERSION and found.facts["pid"] == pid
+            if is_its and pid not in seen:
+                seen.add(pid)
                 yield found
 
 
@@ -91,17 +113,18 @@ def status(pid: str | None = None, stacks: bool = False) -> None:
     Raises:
         BadLaunch: If there is no such run.
     """
-    runs = [run for run in running() if pid is None or str(run.facts["pid"]) == pid]
-    if not runs:
+    console, has_found = Console(highlight=False), False
+    for run in running():
+        if pid is None or str(run.facts["pid"]) == pid:
+            has_found = True
+            _print(console, run, stacks=stacks)
+    if not has_found:
         raise BadLaunch(
             f"No run with the process id {pid} was found on this host."
             if pid is not None
             else "Nothing that was started by 'lockstep run' is running on this host. On several "
             "hosts, give this command on the host to look at; another user's runs aren't shown."
         )
-    console = Console(highlight=False)
-    for run in runs:
-        _print(console, run, stacks=stacks)
 
 
 def _print(console: Console, run: ShownRun, *, stacks: bool) -> None:
@@ -115,10 +138,12 @@ def _print(console: Console, run: ShownRun, *, stacks: bool) -> None:
         ),
         soft_wrap=not console.is_terminal,
     )
-    rows = [_row(rank, time_now) for rank in ranks]
+    rows = [_row(rank, time_now) for rank in ranks[:_MOST_SHOWN]]
     console.print(FittedTable(_COLUMNS, rows, texts=(0, 3, 4), has_rule=False))
+    if len(ranks) > _MOST_SHOWN:
+        console.print(f"and {len(ranks) - _MOST_SHOWN:,} more ranks")
     console.print(Text("\n" + verdict(ranks, time_now) + "\n"), soft_wrap=not console.is_terminal)
-    for rank in ranks if stacks else []:
+    for rank in ranks[:_MOST_SHOWN] if stacks else []:
         console.print(f"rank {rank.state.rank}, innermost line first:")
         for frame in rank.stack:
             console.print(Text(f"  {frame}"), soft_wrap=True)
@@ -135,17 +160,16 @@ def _row(rank: Observed, time_now: int) -> list[str]:
 
 
 def _observe(run: ShownRun) -> list[Observed]:
-    before = [rank.read(with_values=False) for rank in run.ranks]
+    before = [state.num_steps for state in run.read()]
     time.sleep(_OBSERVED_SECONDS)
-    run.refresh()
-    after = [rank.read(with_values=False) for rank in run.ranks]
-    found = []
-    for old, new in zip(before, after, strict=True):
+    found, deadline = [], Deadline(_ALL_DUMPS_SECONDS)
+    for num_steps, new in zip(before, run.read(), strict=True):
         if new.rank < 0:  # fewer go on
             continue
-        process = _process_state(new.pid)
-        stack = main_stack(dump(new)) if process == "running" else []
-        found.append(Observed(new, new.num_steps - old.num_steps, process, stack))
+        process = _process_state(new.pid) if new.pid else "gone"
+        is_asked = process == "running" and deadline.left()
+        stack = main_stack(dump(new)) if is_asked else []
+        found.append(Observed(new, new.num_steps - num_steps, process, stack))
     return found
 
 
@@ -167,7 +191,11 @@ def verdict(ranks: Sequence[Observed], time_now: int) -> str:
         return _of_the_end(ended)
     bad = [rank for rank in begun if rank.process != "running" and rank not in ended]
     if bad:
-        words = ", ".join(f"Rank {rank.state.rank} is {rank.process}" for rank in bad)
+        words = ", ".join(
+            f"Rank {rank.state.rank} is {rank.process}" for rank in bad[:_MOST_LISTED]
+        )
+        if len(bad) > _MOST_LISTED:
+            words += f", and {len(bad) - _MOST_LISTED:,} more are stopped or gone"
         stopped = any(rank.process == "stopped" for rank in bad)
         return words + (": 'kill -CONT' and its process id let it go on." if stopped else ".")
     first = f"{_listed(ended)} {_has(ended)} ended. " if ended else ""
@@ -222,7 +250,9 @@ def _has(ranks: Sequence[Observed]) -> str:
 
 
 def _listed(ranks: Sequence[Observed]) -> str:
-    numbers = [str(rank.state.rank) for rank in ranks]
+    numbers = [str(rank.state.rank) for rank in ranks[:_MOST_LISTED]]
+    if len(ranks) > _MOST_LISTED:
+        return f"Ranks {', '.join(numbers)} and {len(ranks) - _MOST_LISTED:,} more"
     if len(numbers) == 1:
         return f"Rank {numbers[0]}"
     return f"Ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
