@@ -85,7 +85,7 @@ SHELVES = {
         "world": 2_856,
         "grad": 3_542,
         "nn": 8_833,
-        "launcher": 6_586,
+        "launcher": 6_591,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
