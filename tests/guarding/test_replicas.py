@@ -171,6 +171,20 @@ def test_the_states_of_a_sharded_optimizer_are_different_parts(backend: str, ove
     run_ranks(3, body, backend=backend)
 
 
+def test_a_parameter_that_a_rank_lacks_is_no_one_elses_to_give() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        if rank == 1:
+            program.net[0].bias = None
+        with pytest.raises(
+            ReplicasDiffer, match=r"0\.bias differs between ranks 0, 1, 2"
+        ) as caught:
+            lockstep.check_replicas(program.net, repair=True)
+        assert len(caught.value.differences) == 1
+
+    run_ranks(3, body)
+
+
 def told_of_a_model_that_is_not_parallel(world: lockstep.World) -> str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))

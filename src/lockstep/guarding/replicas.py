@@ -178,10 +178,11 @@ class _Replica:
         found = []
         for name in dict.fromkeys(chain.from_iterable(by_rank)):
             # A rank may lack state: torch's ZeroRedundancyOptimizer has it on one rank alone.
+            is_of_all = name.startswith(("parameter ", "buffer "))
             by_value: dict[str, list[int]] = defaultdict(list)
             for rank, theirs in enumerate(by_rank):
-                if name in theirs:
-                    by_value[json.dumps(theirs[name])].append(rank)
+                if name in theirs or is_of_all:
+                    by_value[json.dumps(theirs.get(name))].append(rank)
             *others, most = sorted(by_value.values(), key=len)
             if not others:
                 continue
