@@ -185,6 +185,32 @@ def test_a_parameter_that_a_rank_lacks_is_no_one_elses_to_give() -> None:
     run_ranks(3, body)
 
 
+def differences_where_parts_are_of_some_ranks(world: lockstep.World) -> list:
+    """Of a model of which each half of the ranks keeps a part of its own in step."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    lockstep.parallelize(net[1], process_group=halves[world.rank // 2])
+    lockstep.parallelize(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.full((3, 4), 1.0 + world.rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert lockstep.check_replicas(net, optimizer) == []
+    if world.rank == 3:
+        optimizer.state[net[1].weight]["exp_avg"][0] = 7
+    try:
+        return lockstep.check_replicas(net, optimizer)
+    except ReplicasDiffer as error:
+        return [(each.name, each.ranks) for each in error.differences]
+
+
+def test_each_group_has_its_own_parameters_and_state() -> None:
+    found = lockstep.launch(differences_where_parts_are_of_some_ranks, 4, ranks="threads")
+    assert found[:2] == [[], []]
+    assert found[2:] == [[("exp_avg of 1.weight", (2, 3))]] * 2
+
+
 def told_of_a_model_that_is_not_parallel(world: lockstep.World) -> str:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))

@@ -24,6 +24,7 @@ def repaired(world: lockstep.World) -> list[lockstep.ReplicaDifference]:
     if world.rank == 1:
         with torch.no_grad():
             model[0].weight[0, 0] += 1e-6
+        optimizer.state[model[0].bias]["step"] += 1
     found = lockstep.check_replicas(model, optimizer, repair=True)
     assert lockstep.check_replicas(model, optimizer) == []
     return found
@@ -31,4 +32,5 @@ def repaired(world: lockstep.World) -> list[lockstep.ReplicaDifference]:
 
 def test_a_replica_on_a_device_takes_what_the_others_have() -> None:
     for found in lockstep.launch(repaired, 3):
-        assert [(each.name, each.ranks) for each in found] == [("parameter 0.weight", (1,))]
+        names = ["parameter 0.weight", "step of 0.bias"]
+        assert [(each.name, each.ranks) for each in found] == [(name, (1,)) for name in names]

@@ -148,16 +148,18 @@ class _Replica:
         self._tensors = dict(tensors)
         # Where numbers are: in options of an optimizer's groups, and in its state.
         self._numbers: dict[str, tuple[dict[str, Any], str]] = {}
-        parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Of what other groups keep in step, each has its own state.
+        compared = {id(tensor) for tensor in tensors.values()}
+        names = {id(p): name for name, p in model.named_parameters() if id(p) in compared}
         for number, optimizer in enumerate(optimizers):
             whose = f" of optimizer {number}" if number else ""
             for index, options in enumerate(options_of(optimizer)):
                 self._add(optimizer.param_groups[index], options, f" of group {index}{whose}")
             if sharding_of(optimizer) is None:
-                for index, parameter in enumerate(parameters_of(optimizer)):
-                    name = parameters.get(id(parameter), f"parameter {index}")
-                    state = optimizer.state.get(parameter, {})
-                    self._add(state, state, f" of {name}{whose}")
+                for parameter in parameters_of(optimizer):
+                    if (name := names.get(id(parameter))) is not None:
+                        state = optimizer.state.get(parameter, {})
+                        self._add(state, state, f" of {name}{whose}")
 
     def _add(self, values: dict[str, Any], keys: Iterable[Any], suffix: str) -> None:
         for key in keys:
@@ -191,16 +193,23 @@ class _Replica:
             if not can_repair:
                 ranks = sorted([*ranks, *most])
             elif repair:
-                self._repair(group, name, most[0], by_rank[most[0]][name])
+                self._repair(group, device, name, most[0], by_rank[most[0]][name])
             who = tuple(global_rank(group, rank) for rank in ranks)
             source = global_rank(group, most[0]) if can_repair else None
             found.append(ReplicaDifference(name, who, source))
         return found
 
-    def _repair(self, group: dist.ProcessGroup, name: str, source: int, value: Any) -> None:
+    def _repair(
+        self, group: dist.ProcessGroup, device: torch.device, name: str, source: int, value: Any
+    ) -> None:
         if name in self._tensors:
             with torch.no_grad():
-                broadcast_tensors(group, [self._tensors[name].detach()], source)
+                tensor = self._tensors[name].detach()
+                # Adam counts steps on the CPU, whose tensors a group of GPUs may not carry.
+                sent = tensor.to(device) if tensor.device.type == "cpu" else tensor
+                broadcast_tensors(group, [sent], source)
+                if sent is not tensor:
+                    tensor.copy_(sent)
         elif name in self._numbers:
             values, key = self._numbers[name]
             values[key] = tuple(value) if isinstance(values[key], tuple) else value
