@@ -189,7 +189,7 @@ def test_no_request_of_ranks_that_connect_waits_for_a_stopped_store(
 def test_a_group_that_is_made_does_not_wait_for_a_stopped_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backends_module, "STORE_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.comm.failures.STORE_SECONDS", 0.1)
     store: Any = StoppedStore("add")
     options: Any = SimpleNamespace(store=store, group_rank=1, group_size=2)
     with pytest.raises(RendezvousFailed, match=r"Rank 1 of 2 can't join: of the store"):

@@ -21,7 +21,7 @@ import torch
 
 import lockstep
 from lockstep.errors import TraceError
-from lockstep.launcher import stacks
+from lockstep.launcher import main_stack
 from lockstep.launcher.live import Live
 from lockstep.observe import attach, logger, report
 from lockstep.observe.analysis import step_times
@@ -448,7 +448,7 @@ def test_any_dump_of_stacks_is_shown(num_mutations: int) -> None:
     for seed in range(num_mutations):
         text = mutated(DUMP, random.Random(seed)).decode(errors="replace")
         with watched(len(text)):
-            for frame in stacks.main_stack(text):
+            for frame in main_stack(text):
                 assert not _UNPRINTABLE.search(str(frame)), seed
 
 
@@ -457,8 +457,8 @@ def test_a_number_of_thousands_of_digits_is_no_line_and_no_time(
 ) -> None:
     digits = "9" * 5000
     text = DUMP.decode().replace("line 40 ", f"line {digits} ")
-    assert [frame.line for frame in stacks.main_stack(text)] == [12, 88]
-    assert stacks.main_stack('  File "", line 3 in x\n') == []  # no name is no place either
+    assert [frame.line for frame in main_stack(text)] == [12, 88]
+    assert main_stack('  File "", line 3 in x\n') == []  # no name is no place either
     run = RunStatus.create("train.py", 1)
     facts = bytes(run._memory[:200]).split(b"\0")[0]
     changed = re.sub(rb'"at": \d+', b'"at": 1' + b"0" * 400, facts)

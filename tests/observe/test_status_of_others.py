@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import stacks
+from lockstep.launcher import dump, main_stack
 from lockstep.observe import attach
 from lockstep.run_status import RunStatus
 from lockstep.status import STACKS_SIGNAL, Number
@@ -44,7 +44,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attach, "files_in_memory", of_this_process)
     monkeypatch.setattr(attach, "_OBSERVED_SECONDS", 0.0)
-    monkeypatch.setattr(stacks, "_DUMP_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.launcher.stacks._DUMP_SECONDS", 0.0)
 
 
 def local_runs() -> list[attach.ShownRun]:
@@ -142,7 +142,7 @@ def test_a_file_with_a_name_is_not_emptied(kind: str, tmp_path: Path) -> None:
         run = RunStatus.create("train.py", 1)
         run.ranks[0].begin(0)
         run.ranks[0].show_stacks_in(descriptor)
-        assert stacks.dump(run.ranks[0].read()) == ""
+        assert dump(run.ranks[0].read()) == ""
     finally:
         signal.signal(STACKS_SIGNAL, former)
         os.close(descriptor)
@@ -152,5 +152,5 @@ def test_a_file_with_a_name_is_not_emptied(kind: str, tmp_path: Path) -> None:
 def test_a_long_dump_takes_no_more_memory_than_a_stack() -> None:
     frame = '  File "x", line 1 in y\n'
     text = "Current thread 0x1 (most recent call first):\n" + frame * 40_000
-    assert len(stacks.main_stack(text)) == 100
-    assert peak_of(lambda: stacks.main_stack(text)) < FIXED_BYTES
+    assert len(main_stack(text)) == 100
+    assert peak_of(lambda: main_stack(text)) < FIXED_BYTES

@@ -169,14 +169,14 @@ def test_without_a_whole_snapshot_the_checkpoint_is_used(tmp_path: Path) -> None
     expected = undisturbed(tmp_path / "whole", 2)
     options = {"path": True, "steps": {"snapshot_every": 1, "save_every": 3}}
     with Attempts(tmp_path, 2) as attempts:
-        check_failed(attempts.run("SIGKILL:5:1:forward", **options))
+        check_failed(attempts.run("SIGKILL:8:1:forward", **options))
         memory = SnapshotMemory(attempts.descriptors[0])
         for slot in memory.headers():
             damage(memory, slot)
         check(attempts.run(**options))
         found = attempts.results()
     assert bits(found) == bits(expected)
-    assert steps_of(found)[0] == 3
+    assert steps_of(found)[0] in (3, 6)  # before the second is saved, the first is complete
 
 
 def damage(memory: SnapshotMemory, slot: int) -> None:
