@@ -45,13 +45,14 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return items[:, :-1], items[:, -1], is_next
 
 
-def train(model: nn.Module, part: slice) -> list[str]:
+def train(model: nn.Module, part: slice, num_ranks: int) -> list[str]:
     """Train on a part of each batch; return what there is to tell of the steps."""
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     told = []
     for step in range(NUM_STEPS):
         bought, item, is_next = (each[part] for each in batch(step))
-        loss = F.binary_cross_entropy_with_logits(model(bought, item), is_next)
+        losses = F.binary_cross_entropy_with_logits(model(bought, item), is_next, reduction="none")
+        loss = losses.sum() * num_ranks / BATCH_SIZE  # whose mean over the ranks is that of all
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +68,8 @@ def main() -> None:
     lockstep.seed(0)
     alone = Recommender()
     model = lockstep.parallelize(copy.deepcopy(alone))
-    told = train(model, batch_slice(BATCH_SIZE, world.rank, world.world_size))
+    part = batch_slice(BATCH_SIZE, world.rank, world.world_size)
+    told = train(model, part, world.world_size)
     for line in told[::NUM_BATCHES]:
         print(line, flush=True)
 
@@ -76,7 +78,7 @@ def main() -> None:
     sent = lockstep.explain(model).to_dict()["bytes_per_step"]["gradients"]
     world.print(f"{gradients / 1e6:.1f} MB of gradients, of which a rank sends {sent / 1e6:.2f} MB")
 
-    train(alone, slice(None))
+    train(alone, slice(None), 1)
     difference = (table - alone.item.weight).abs().max().item()
     world.print(f"largest difference to the table of one process: {difference:.0e}")
 

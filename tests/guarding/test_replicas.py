@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ReplicasDiffer
+from lockstep.guarding.replicas import _facts_of
 from tests.ranks import run_ranks
 from tests.same import assert_same
 
@@ -171,18 +172,69 @@ def test_the_states_of_a_sharded_optimizer_are_different_parts(backend: str, ove
     run_ranks(3, body, backend=backend)
 
 
-def test_a_parameter_that_a_rank_lacks_is_no_one_elses_to_give() -> None:
+def lose_a_parameter(program: Program) -> None:
+    program.net[0].bias = None
+
+
+def lose_the_state(program: Program) -> None:
+    program.optimizer.state.pop(program.net[0].bias)
+
+
+def widen(program: Program) -> None:
+    program.net[0].bias.data = program.net[0].bias.data.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lose_a_parameter, ["parameter 0.bias"]),
+        (lose_the_state, ["step of 0.bias", "exp_avg of 0.bias", "exp_avg_sq of 0.bias"]),
+        (widen, ["parameter 0.bias"]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_a_rank_lacks_or_has_in_another_form_is_named_and_not_repaired(
+    change: Callable, names: list[str]
+) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         program = Program(rank, group)
         if rank == 1:
-            program.net[0].bias = None
-        with pytest.raises(
-            ReplicasDiffer, match=r"0\.bias differs between ranks 0, 1, 2"
-        ) as caught:
-            lockstep.check_replicas(program.net, repair=True)
-        assert len(caught.value.differences) == 1
+            change(program)
+        optimizers = [program.optimizer] * (change is lose_the_state)
+        with pytest.raises(ReplicasDiffer, match=r"0\.bias of rank 1 isn't that") as caught:
+            lockstep.check_replicas(program.net, *optimizers, repair=True)
+        found = caught.value.differences
+        assert [each.name for each in found] == names
+        assert {(each.ranks, each.source, each.can_repair) for each in found} == {((1,), 0, False)}
 
     run_ranks(3, body)
+
+
+def test_values_in_lists_are_compared_and_a_repair_is_a_new_version() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        kept = program.optimizer.state[program.net[0].bias]
+        kept["last"] = [torch.zeros(2), 3.0]
+        if rank == 1:
+            kept["last"][0][1] = 5
+            change_a_weight(program)
+        version = program.net[2].weight._version
+        found = lockstep.check_replicas(program.net, program.optimizer, repair=True)
+        assert {each.name for each in found} == {"parameter 2.weight", "last[0] of 0.bias"}
+        assert program.net[2].weight._version > version
+        assert kept["last"][0].tolist() == [0, 0]
+
+    run_ranks(3, body)
+
+
+def test_tensors_without_memory_of_their_own_are_compared_by_shape() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    facts = [_facts_of(parameter) for parameter in net.parameters()]
+    assert not any("bits" in each for each in facts)
+    assert _facts_of(torch.ones(3, 1).expand(3, 4))["form"].endswith("expanded")
+    for size in (), (0,), (2, 3):
+        assert "bits" in _facts_of(torch.ones(size, dtype=torch.complex64).conj())
 
 
 def differences_where_parts_are_of_some_ranks(world: lockstep.World) -> list:

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.arguments import check_flag, check_type
-from lockstep.comm import broadcast_tensors, bytes_of, differing_facts, global_rank
+from lockstep.comm import broadcast_tensors, bytes_of, carrier, differing_facts, global_rank
 from lockstep.errors import ModelError, ReplicasDiffer
 from lockstep.metrics import ranks_of_call
 from lockstep.nn import state_of
 from lockstep.optim import sharding_of
 from lockstep.world import options_of, parameters_of
 
-# How many differences an error tells.
-_NUM_TOLD = 8
+# How many differences an error tells, and what stands for a value that a rank doesn't have.
+_NUM_TOLD, _MISSING = 8, "missing on this rank"
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,16 @@ class ReplicaDifference:
     Attributes:
         name: ``"parameter fc.weight"``, ``"buffer bn.running_mean"``, ``"exp_avg of fc.weight"``,
             or ``"lr of group 0"``; the last two with ``"of optimizer 1"`` if that isn't the first.
-        ranks: Those that have something else than most ranks do; all if no value is that of more
-            than half of them, or shapes or dtypes differ.
-        source: The first rank that has what most have; None where ``ranks`` are all.
+        ranks: Those that have something else than more than half of the ranks; all of them if
+            there is no such value.
+        source: The first rank that has what most have; None if there is no such value.
+        can_repair: Whether the others can take it: it is there on all, of one shape and dtype.
     """
 
     name: str
     ranks: tuple[int, ...]
     source: int | None
+    can_repair: bool
 
     def __str__(self) -> str:
         who = ", ".join(map(str, self.ranks))
@@ -67,9 +70,12 @@ def check_replicas(
                 lockstep.check_replicas(model, optimizer)
 
     What is compared: parameters, frozen ones too, and buffers that lockstep keeps in step; of
-    ``optimizers`` the options of each group, such as ``lr``, and the state, of sharded ones the
-    options. A model that isn't parallel is compared without its buffers, over all ranks of
-    :func:`init`. Replicas part where a program changes them on one rank alone, and where hardware
+    ``optimizers`` options and state, where they are numbers, text, tensors, and lists and dicts of
+    these; of sharded ones options such as ``lr``. Tensors without plain memory (DTensors, sparse,
+    quantized, lazy ones) are compared by shape and dtype. A model that isn't parallel is compared
+    without its buffers, over all ranks of :func:`init`. Where parts of a model are parallel over
+    ranks of their own, it is the ranks of such a group that raise. Replicas part where a program
+    changes them on one rank alone, and where hardware
     fails; a wrong gradient comes to all of them alike, and isn't seen here.
 
     All ranks must call it, between steps: behind ``optimizer.step()``, say. It costs each rank a
@@ -98,12 +104,12 @@ def check_replicas(
     found: list[ReplicaDifference] = []
     for group, tensors in _by_group(model):
         found += _Replica(model, tensors, optimizers).compared(group, repair=repair)
-    wrong = [each for each in found if each.source is None or not repair]
+    wrong = [each for each in found if not (repair and each.can_repair)]
     if wrong:
         told = "".join(f"\n  {each}" for each in wrong[:_NUM_TOLD])
         more = f"\n  and {len(wrong) - _NUM_TOLD} more" if len(wrong) > _NUM_TOLD else ""
         cure = "Load the last checkpoint"
-        if any(each.source is not None for each in wrong):
+        if any(each.can_repair for each in wrong):
             cure += ", or give all ranks what most of them have: check_replicas(repair=True)"
         elif repair and len(wrong) < len(found):
             cure += ". Everything else that differed is repaired"
@@ -153,13 +159,17 @@ class _Replica:
         names = {id(p): name for name, p in model.named_parameters() if id(p) in compared}
         for number, optimizer in enumerate(optimizers):
             whose = f" of optimizer {number}" if number else ""
-            for index, options in enumerate(options_of(optimizer)):
-                self._add(optimizer.param_groups[index], options, f" of group {index}{whose}")
-            if sharding_of(optimizer) is None:
-                for parameter in parameters_of(optimizer):
-                    if (name := names.get(id(parameter))) is not None:
-                        state = optimizer.state.get(parameter, {})
-                        self._add(state, state, f" of {name}{whose}")
+            is_divided = _is_divided(optimizer)
+            groups = zip(optimizer.param_groups, options_of(optimizer), strict=True)
+            for index, (group, same) in enumerate(groups):
+                if any(id(parameter) in compared for parameter in group["params"]):
+                    # Other options may be what an optimizer remembers of its part.
+                    keys = same if is_divided else group.keys() - {"params"}
+                    self._add(group, sorted(keys), f" of group {index}{whose}")
+            for parameter in [] if is_divided else parameters_of(optimizer):
+                if (name := names.get(id(parameter))) is not None:
+                    state = optimizer.state.get(parameter, {})
+                    self._add(state, state, f" of {name}{whose}")
 
     def _add(self, values: dict[str, Any], keys: Iterable[Any], suffix: str) -> None:
         for key in keys:
@@ -168,6 +178,11 @@ class _Replica:
                 self._tensors[name] = value
             elif _is_plain(value):
                 self._numbers[name] = values, key
+            elif isinstance(value, dict):
+                self._add(value, value, f" of {name}")
+            elif isinstance(value, list | tuple):
+                tensors = [(n, t) for n, t in enumerate(value) if isinstance(t, torch.Tensor)]
+                self._tensors |= {f"{key}[{n}]{suffix}": tensor for n, tensor in tensors}
 
     def compared(self, group: dist.ProcessGroup | None, *, repair: bool) -> list[ReplicaDifference]:
         """Return what differs from other ranks of ``group``, after a repair where that can be."""
@@ -179,24 +194,21 @@ class _Replica:
         by_rank = differing_facts(group, facts, device)
         found = []
         for name in dict.fromkeys(chain.from_iterable(by_rank)):
-            # A rank may lack state: torch's ZeroRedundancyOptimizer has it on one rank alone.
-            is_of_all = name.startswith(("parameter ", "buffer "))
             by_value: dict[str, list[int]] = defaultdict(list)
             for rank, theirs in enumerate(by_rank):
-                if name in theirs or is_of_all:
-                    by_value[json.dumps(theirs.get(name))].append(rank)
+                by_value[json.dumps(theirs.get(name, _MISSING))].append(rank)
             *others, most = sorted(by_value.values(), key=len)
             if not others:
                 continue
             ranks = sorted(chain.from_iterable(others))
-            can_repair = len(most) > len(ranks) and _are_of_one_form(by_rank, name)
-            if not can_repair:
-                ranks = sorted([*ranks, *most])
-            elif repair:
+            has_majority = len(most) > len(ranks)
+            can_repair = has_majority and _are_of_one_form(by_rank, name)
+            if can_repair and repair:
                 self._repair(group, device, name, most[0], by_rank[most[0]][name])
-            who = tuple(global_rank(group, rank) for rank in ranks)
-            source = global_rank(group, most[0]) if can_repair else None
-            found.append(ReplicaDifference(name, who, source))
+            who = ranks if has_majority else [*range(group.size())]
+            source = global_rank(group, most[0]) if has_majority else None
+            global_ranks = tuple(global_rank(group, rank) for rank in who)
+            found.append(ReplicaDifference(name, global_ranks, source, can_repair))
         return found
 
     def _repair(
@@ -206,10 +218,10 @@ class _Replica:
             with torch.no_grad():
                 tensor = self._tensors[name].detach()
                 # Adam counts steps on the CPU, whose tensors a group of GPUs may not carry.
-                sent = tensor.to(device) if tensor.device.type == "cpu" else tensor
+                is_carried = carrier(group, tensor.device) is not None
+                sent = tensor.to(tensor.device if is_carried else device, copy=True).contiguous()
                 broadcast_tensors(group, [sent], source)
-                if sent is not tensor:
-                    tensor.copy_(sent)
+                tensor.copy_(sent)  # which autograd and others see, as the version is another one
         elif name in self._numbers:
             values, key = self._numbers[name]
             values[key] = tuple(value) if isinstance(values[key], tuple) else value
@@ -221,17 +233,30 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def _is_divided(optimizer: Optimizer) -> bool:
+    """Whether each rank has the state of its part; torch's own class of that kind counts too."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    return sharding_of(optimizer) is not None or "ZeroRedundancyOptimizer" in names
+
+
 def _facts_of(tensor: torch.Tensor) -> dict[str, str]:
+    if is_lazy(tensor):
+        return {"form": "lazy"}
+    is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     facts = {"form": f"{tensor.dtype} {[*tensor.shape]} {tensor.layout}"}
-    if tensor.layout is torch.strided and not tensor.is_quantized:
+    is_plain = is_plain and not tensor.is_meta and (tensor.data_ptr() != 0 or not tensor.numel())
+    if is_plain and 0 in tensor.stride() and tensor.numel():
+        facts["form"] += " expanded"
+    if is_plain:
         elements = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         facts["bits"] = blake2b(bytes_of(elements), digest_size=16).hexdigest()
     return facts
 
 
 def _are_of_one_form(by_rank: Sequence[dict[str, Any]], name: str) -> bool:
-    """Whether all ranks have it, of one shape and dtype if it is a tensor."""
+    """Whether all ranks have it, of one shape and dtype if it is a tensor that can be written."""
     if not all(name in theirs for theirs in by_rank):
         return False
     values = [theirs[name] for theirs in by_rank]
-    return len({value["form"] if isinstance(value, dict) else "" for value in values}) == 1
+    forms = {value["form"] if isinstance(value, dict) else "" for value in values}
+    return len(forms) == 1 and not forms.pop().endswith("expanded")

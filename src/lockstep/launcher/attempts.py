@@ -103,7 +103,7 @@ class Attempts:
                 if reaction is Reaction.FEWER:
                     self._go_on_with(self._job.num_ranks - 1)
                 elif reaction is not Reaction.RESTART:
-                    return self._with_last_snapshot(_given_up(outcome, reaction))
+                    return self._with_last_snapshot(_given_up(outcome, reaction), is_given_up=True)
         except Ended as error:
             return error.outcome
         except LaunchError as error:
@@ -192,7 +192,7 @@ class Attempts:
         message = f"ended by {signal_name(number)}; no rank is left running."
         return self._with_last_snapshot(JobOutcome(128 + number, message=message))
 
-    def _with_last_snapshot(self, outcome: JobOutcome) -> JobOutcome:
+    def _with_last_snapshot(self, outcome: JobOutcome, *, is_given_up: bool = False) -> JobOutcome:
         """The outcome of a run that has ended otherwise than well; ranks may not have saved.
 
         Of several hosts it is host 0 that has the last snapshot written or, without it, the other
@@ -205,7 +205,8 @@ class Attempts:
         is_first = self._host is None or self._host.ranks.start == 0
         if not is_first and outcome.lost_host != 0:
             return outcome
-        return with_last_snapshot(outcome, self._write_out(step, descriptors))
+        written = self._write_out(step, descriptors)
+        return with_last_snapshot(outcome, written, is_given_up=is_given_up)
 
     def _say(self, words: str) -> None:
         if self.console is not None:

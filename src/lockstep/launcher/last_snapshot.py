@@ -87,10 +87,12 @@ def _start(descriptors: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def with_last_snapshot(outcome: JobOutcome, written: WrittenOut) -> JobOutcome:
+def with_last_snapshot(
+    outcome: JobOutcome, written: WrittenOut, *, is_given_up: bool = False
+) -> JobOutcome:
     """The outcome of a run, with what came of its last snapshot.
 
-    The same command is to be given again, unless a rank has failed: it would fail again.
+    The same command is to be given again, unless the run ``is_given_up``: it would fail again.
     """
     if written.error:
         told = f"the last snapshot wasn't written as a checkpoint: {written.error}"
@@ -101,7 +103,7 @@ def with_last_snapshot(outcome: JobOutcome, written: WrittenOut) -> JobOutcome:
     else:
         how = "was written" if written.is_new else "is a checkpoint"
         told = f"The state after {written.step} steps {how} in {written.path}. "
-        if outcome.rank is not None:
+        if is_given_up:
             told += "Mend the cause, and give the same command again to go on from there."
         else:
             told += "Give the same command again to go on from there."

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from lockstep.run_status import RankState
 from lockstep.status import STACKS_NAME, STACKS_SIGNAL
 
 _DUMP_SECONDS, _POLL_SECONDS = 2.0, 0.02
+# After so many polls in which it hasn't grown, a dump is whole.
+_NUM_SAME = 3
 # The main thread's stack, which is the last, has no more frames, and is no longer.
 _MOST_FRAMES, _MOST_DUMP_BYTES = 100, 1 << 20
 # A number of more digits is none of faulthandler's, and of thousands none of Python's.
@@ -35,13 +38,15 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        path = os.path.relpath(self.file)
+        path = self.file
+        with suppress(OSError, ValueError):  # the current folder is gone
+            path = os.path.relpath(self.file)
         file = self.file if path.startswith("..") else path
         return printable(f"{file}:{self.line}, in {self.function}")
 
 
-def dump(rank: RankState) -> str:
-    """Have a rank write the stacks of its threads, and return them; "" if it doesn't."""
+def dump(rank: RankState, seconds: float | None = None) -> str:
+    """Have a rank write the stacks of its threads, and return them; "" if it doesn't in time."""
     try:
         mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text(), re.M)
         # A process that doesn't catch the signal would be ended by it.
@@ -52,12 +57,13 @@ def dump(rank: RankState) -> str:
         with open(open_in_memory(path, STACKS_NAME, os.O_RDWR), "r+b", buffering=0) as file:
             file.truncate(0)
             os.kill(rank.pid, STACKS_SIGNAL)
-            size, deadline = 0, Deadline(_DUMP_SECONDS)
-            while deadline.left():
+            deadline = Deadline(_DUMP_SECONDS if seconds is None else seconds)
+            sizes = [0]
+            # It writes thread after thread, and may be interrupted.
+            while deadline.left() and not (sizes[-1] and len({*sizes[-_NUM_SAME:]}) == 1):
                 time.sleep(_POLL_SECONDS)
-                if size and size == os.fstat(file.fileno()).st_size:
-                    break
-                size = os.fstat(file.fileno()).st_size
+                sizes.append(os.fstat(file.fileno()).st_size)
+            size = sizes[-1]
             file.seek(max(0, size - _MOST_DUMP_BYTES))
             return file.read(_MOST_DUMP_BYTES).decode(errors="replace")
     except OSError:  # it has ended

@@ -366,7 +366,7 @@ class Watch:
         for shown in self._status.ranks if by_pid else ():
             rank = by_pid.get((state := shown.read(with_values=False)).pid)
             if rank is not None and deadline.left() and not processes.is_stopped(rank.pid):
-                rank.place = str(place_in(main_stack(dump(state))) or "")
+                rank.place = str(place_in(main_stack(dump(state, deadline.left()))) or "")
 
     @property
     def interrupted_by(self) -> int | None:

@@ -127,6 +127,10 @@ def before_forward(module: nn.Module, _: object) -> None:
         _pause_in(module)
 
 
+class _CannotBeScripted(ModelError, AttributeError):
+    """The hook has no name, as ``getattr()`` and ``hasattr()`` find."""
+
+
 class _BeforeNextForward:
     """:func:`before_forward` as a hook of single modules, which torch.jit.script() would compile.
 
@@ -139,7 +143,7 @@ class _BeforeNextForward:
 
     @property
     def __name__(self) -> str:
-        raise ModelError(
+        raise _CannotBeScripted(
             "torch.jit.script() can't compile a model whose next forward compares it with those of "
             "the other ranks, as it has got other parameters. Call it once on every rank before, "
             "as in model(x); a copy or an unpickled model anywhere."
