@@ -93,7 +93,7 @@ SHELVES = {
         "tree": BUDGET_OF_A_MODULE,
         "generators": BUDGET_OF_A_MODULE,
         "same_bits": 1_554,
-        "data": 2_912,
+        "data": 2_922,
         "optim": 4_468,
         "checkpoint": 2_900,
         "resume": 2_455,

@@ -310,6 +310,7 @@ def test_a_worker_that_is_to_end_reads_no_more(monkeypatch: pytest.MonkeyPatch) 
         reader[LocalBatch([BAD], 0, 0)]
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         reader[LocalBatch([1], 0, 0)]
+    assert len(reader[LocalBatch([1], 1, 0)]) == 1  # of the next epoch: a persistent one goes on
 
 
 @pytest.mark.long
@@ -317,7 +318,7 @@ def test_a_batch_that_cannot_be_pickled_is_not_waited_for() -> None:
     loader = lockstep.DataLoader(
         range(8), 4, num_workers=1, collate_fn=lambda _: local(), timeout=60
     )
-    assert "Worker 0 has a batch that can't be pickled" in text_of_failure(loader)
+    assert "Worker 0 couldn't hand over a batch" in text_of_failure(loader)
 
 
 # torch raises the error wherever the program is when a worker ends.

@@ -255,7 +255,8 @@ class Reader:
         self, dataset: Any, collate: Callable[[Any], Any], rank: int, *, makes_batches: bool
     ) -> None:
         self.dataset, self._collate, self._rank = dataset, collate, rank
-        self._last_words: BaseException | None = None  # of a worker that is to end
+        # Of a worker that is to read no more in this epoch: its seed, and what it raises.
+        self._last_words: tuple[int, BaseException] | None = None
         self._makes_batches = makes_batches
         # The position in a part of the sample that is being read, if it is a single one.
         self._at: int | None = None
@@ -283,15 +284,15 @@ class Reader:
     def __getitem__(self, part: LocalBatch) -> Any:
         """Return the batch of ``part``, without samples if it has none."""
         self._at = None
-        if self._last_words is not None:
-            raise self._last_words
+        if self._last_words is not None and self._last_words[0] == part.seed:
+            raise self._last_words[1]
         try:
             return self._batch_of(part)
         except BaseException as error:
             told = telling(error, self._place_in(part))
             if told is error:
                 raise
-            self._last_words = told if ends_worker(error, told) else None
+            self._last_words = (part.seed, told) if ends_worker(error, told) else None
         raise told  # behind what it has as its cause, if that can be shown
 
     def _batch_of(self, part: LocalBatch) -> Any:

@@ -21,7 +21,7 @@ from lockstep.printable import signal_name
 _MOST_NAMED = 8  # samples
 _OF_A_DATASET = " in DataLoader worker process "  # so torch begins what a worker has raised
 _ENDING_SECONDS = 1.0  # between the end of a worker's connections and that of its process
-_UNSENT = 117  # the exit code of a worker whose batch can't be pickled
+_UNSENT = 117  # the exit code of a worker whose batch can't be sent
 _MIB = 1 << 20
 _TEXT = "what it is given"
 _log = logging.getLogger("lockstep")
@@ -168,11 +168,16 @@ def _number_in(path: Path) -> int | None:
     return None
 
 
-def end_worker(error: BaseException, unsent: object) -> None:
+def end_worker(
+    otherwise: Callable[[BaseException, object], None], error: BaseException, unsent: object
+) -> None:
     """End this process of a worker that can't send a batch: it would be waited for without an end.
 
-    Comes in the place of ``multiprocessing.queues.Queue._on_queue_feeder_error()``.
+    Comes in the place of ``multiprocessing.queues.Queue._on_queue_feeder_error()``, which is called
+    for what isn't torch's.
     """
+    if not (isinstance(unsent, tuple) and len(unsent) == 2 and isinstance(unsent[0], int)):
+        return otherwise(error, unsent)  # a number and its batch are torch's
     with suppress(Exception):
         print_exception(error)
     os._exit(_UNSENT)
@@ -208,7 +213,7 @@ def _how_ended(workers: Sequence[Any], before: _Kills | None) -> Iterator[str]:
     for index, worker in enumerate(workers):
         code = worker.exitcode or 0
         if code == _UNSENT:
-            yield f"Worker {index} has a batch that can't be pickled, as its error on stderr says."
+            yield f"Worker {index} couldn't hand over a batch: its error is on stderr."
         elif code > 0:
             yield f"Worker {index} ended with the exit code {code}: the dataset called exit(), say."
         elif code < 0:

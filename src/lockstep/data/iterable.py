@@ -79,7 +79,8 @@ class StreamReader:
         self._rank, self._num_ranks = rank, num_ranks
         self._iteration = -1
         self._shard = WorkerShard()
-        self._last_words: BaseException | None = None  # of a worker that is to end
+        # Of a worker that is to read no more in this iteration: its number, and what it raises.
+        self._last_words: tuple[int, BaseException] | None = None
         self._doing = ""  # what an error says of where it was
 
     def __getitem__(self, request: Request) -> Answer:
@@ -87,15 +88,16 @@ class StreamReader:
         # The worker info that is shown is the whole process's: another rank, if ranks are threads,
         # would take it for its own. Shown by test_an_iterable_dataset_in_ranks_that_are_threads.
         with exclusive:
-            if self._last_words is not None:
-                raise self._last_words
+            if self._last_words is not None and self._last_words[0] == request.iteration:
+                raise self._last_words[1]
             try:
                 return self._answer(request)
             except BaseException as error:
                 told = telling(error, f"This was in {self._doing}, on rank {self._rank}.")
                 if told is error:
                     raise
-                self._last_words = told if ends_worker(error, told) else None
+                ends = ends_worker(error, told)
+                self._last_words = (request.iteration, told) if ends else None
             raise told
 
     def _answer(self, request: Request) -> Answer:

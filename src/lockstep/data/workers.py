@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -56,7 +57,8 @@ class _WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         queue: Any = Queue
-        queue._on_queue_feeder_error = staticmethod(end_worker)  # of this process
+        end = partial(end_worker, queue._on_queue_feeder_error)
+        queue._on_queue_feeder_error = staticmethod(end)  # of this process
         info: Any = worker._worker_info
         worker._worker_info = dataclasses.replace(info, dataset=info.dataset.dataset)
         if self._function is not None:
