@@ -411,12 +411,6 @@ SHOWN = [
         "pass",
     ),
     mutation(
-        "test_buffers_follow_rank_0_behind_a_failed_backward",
-        "nn/buffers.py",
-        "self._num_references[tensor] = _num_references(tensor)",
-        "pass",
-    ),
-    mutation(
         "test_each_stream_that_reads_parameters_waits_for_their_update",
         "optim/arriving.py",
         "if stream.stream_id not in self._streams:",

@@ -174,8 +174,8 @@ class Buffers:
     def forget_graphs(self) -> None:
         """Write to the buffers although graphs have saved them: no backward of these will come.
 
-        Autograd's queue keeps parts of one that has failed, until some later backward.
-        Shown by test_buffers_follow_rank_0_behind_a_failed_backward.
+        Autograd's queue keeps parts of one that has failed, until some later backward, if the rank
+        hears of the failure at some moments of its own.
         """
         for tensor in self.named().values():
             self._num_references[tensor] = _num_references(tensor)
