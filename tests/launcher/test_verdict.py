@@ -160,6 +160,8 @@ def missed(rank: int, at: float, *absent: int) -> RankProcess:
         ([missed(0, 1.0, 2, 3)], 4, 0, "ranks 2, 3 of 4 did not come"),
         # It came too late, to find nobody.
         ([missed(0, 1.0, 1), raised(1, 1.1, LOST)], 2, 1, "rank 1 of 2 did not come"),
+        # It came too late, and was told so.
+        ([missed(0, 1.0, 1), missed(1, 1.1, 1)], 2, 1, "rank 1 of 2 did not come"),
         # The one that waits may be where it shouldn't be.
         ([missed(0, 1.0, 1, 2, 3)], 4, 0, "rank 0 of 4 failed first"),
         # They waited for each other, in different groups.

@@ -233,7 +233,8 @@ def _absent(culprit: Failure, failures: Sequence[Failure], world_size: int) -> l
 
     So it may be where most others aren't, or where those are that waited for it elsewhere.
     """
-    waited = {failure.rank for failure in failures if failure.missed}
+    # One that came too late raises what the others raise: that it didn't come.
+    waited = {each.rank for each in failures if each.missed and each.rank not in each.missed}
     absent = sorted({*culprit.missed} - waited)
     return absent if 2 * len(absent) <= world_size else []
 
