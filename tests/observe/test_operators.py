@@ -85,7 +85,9 @@ def test_steps_whose_operators_were_recorded_do_not_count() -> None:
     assert [each[0].step for each in counted] == [1, 6, 7]
 
 
-def test_operators_of_a_program_are_recorded_and_read(tmp_path: Path) -> None:
+def test_operators_of_a_program_are_recorded_and_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with recording(tmp_path, 0) as trace, recording_operators(0, lambda: trace.step, trace.put):
@@ -99,6 +101,7 @@ def test_operators_of_a_program_are_recorded_and_read(tmp_path: Path) -> None:
     assert rows["forward", "aten::addmm"] == 3
     assert rows["backward", "aten::mm"] >= 3
     assert not any(name.startswith(("lockstep", "Optimizer")) for _, name in rows)
+    assert not capfd.readouterr().err  # of what torch's profiler says by itself
 
 
 @pytest.mark.parametrize(

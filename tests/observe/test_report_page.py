@@ -106,6 +106,17 @@ def test_evaluations_are_drawn_by_themselves() -> None:
     assert kinds[-3:] == [("evaluation", 0), ("data", 1), ("data", 0)]
 
 
+def test_steps_whose_operators_were_recorded_are_drawn_apart() -> None:
+    facts = {"operators": [["forward", "aten::mm", 1, 1]], "first": 2, "profiled": 2}
+    rank = rank_of(0, [5, 15, 25, 35, 45, 55], [10, 20, 30, 40, 50, 60])
+    for facts_of_rank, apart in ((facts, [0, 0, 1, 1, 1, 0]), ({}, [0] * 6)):
+        ranks = [rank._replace(facts={"host": "h"} | facts_of_rank)]
+        steps = step_times(ranks)
+        html = "".join(page("", "", "", ranks, steps, ladder(ranks, steps, None)))
+        assert unpacked(drawn_in(html)["steps"]["profiled"]) == apart
+        assert ("Gray are steps" in html) == any(apart)
+
+
 def with_ends(ranks: list[RankSpans], *samples: int) -> list[RankSpans]:
     """Let each rank note, at the ends of its two steps, these samples and some memory."""
     ends = [

@@ -24,7 +24,7 @@ from lockstep.observe.ladder import Ladder
 from lockstep.observe.quantities import duration, in_three_digits, size, that_add_up
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
-from lockstep.observe.summary import length
+from lockstep.observe.summary import length, profiled
 
 # The kinds of spans, their colours in the page's style sheet, and their names in its legend.
 _KINDS = {
@@ -80,6 +80,7 @@ def page(
             ladder=rungs,
             rungs=rows_of(rungs),
             bars=_bars(rungs),
+            has_profiled=bool(profiled(ranks)),
             buckets=_buckets(ranks[0]),
             logged=[*logged],
             has_all=len(logged) < _MOST_CURVES,
@@ -171,7 +172,7 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> 
     zero = min(span.start for found in ranks for span in found.spans)
     end = max(span.stop for found in ranks for span in found.spans) - zero
     unit = max(100, end // _MOST_COUNTS + 1)  # in nanoseconds
-    texts = _Texts()
+    texts, slow = _Texts(), profiled(ranks)
     return {
         "unit": unit / 1000,
         "end": end // unit + 1,
@@ -190,6 +191,7 @@ def _drawn(ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]) -> 
             "stop": _packed((max(s.stop for s in each) - zero) // unit for each in steps),
             "length": _packed(length(each) // unit for each in steps),
             "waiting": _packed(sum(s.waiting for s in each) // len(each) // unit for each in steps),
+            "profiled": _packed(each[0].step in slow for each in steps),
         },
     }
 

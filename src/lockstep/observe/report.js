@@ -296,13 +296,14 @@ byId("search").addEventListener("keydown", event => { if (event.key === "Enter")
 // Charts over steps.
 function drawSteps() {
   const target = byId("steps"), [context, width] = size(target, 170), n = steps.length.length - skipped;
-  const most = steps.length.subarray(skipped).reduce((a, b) => Math.max(a, b), 1), bars = Math.min(n, Math.floor(width)), bar = width / bars, gap = bar > 4 ? 1 : 0;
+  const lengths = steps.length.subarray(skipped), counted = lengths.filter((_, i) => !steps.profiled[skipped + i]);
+  const most = (counted.length ? counted : lengths).reduce((a, b) => Math.max(a, b), 1), bars = Math.min(n, Math.floor(width)), bar = width / bars, gap = bar > 4 ? 1 : 0;
   for (let x = 0; x < bars; x++) {
     const first = skipped + Math.floor(x * n / bars), last = Math.max(first + 1, skipped + Math.floor((x + 1) * n / bars));
     let longest = first;
     for (let i = first; i < last; i++) if (steps.length[i] > steps.length[longest]) longest = i;
-    const height = 130 * steps.length[longest] / most, waiting = 130 * steps.waiting[longest] / most;
-    context.fillStyle = color("forward"); context.fillRect(x * bar, 150 - height + waiting, bar - gap, height - waiting);
+    const isCut = steps.length[longest] > most, height = isCut ? 150 : 130 * steps.length[longest] / most, waiting = isCut ? 0 : 130 * steps.waiting[longest] / most;
+    context.fillStyle = color(steps.profiled[longest] ? "other" : "forward"); context.fillRect(x * bar, 150 - height + waiting, bar - gap, height - waiting);
     context.fillStyle = bar > 4 ? fills[WAIT] : color("wait"); context.fillRect(x * bar, 150 - height, bar - gap, waiting);
   }
   const soft = color("soft"), mean = 150 - 130 * data.mean / most;

@@ -119,16 +119,21 @@ def _collective_bytes(found: RankSpans, steps: Collection[int]) -> int:
     return sum(wait.num_bytes for wait in waits)
 
 
+def profiled(ranks: Sequence[RankSpans]) -> set[int]:
+    """Return the numbers of steps that recording operators made longer, that of its end, too."""
+    facts = [found.facts for found in ranks if "operators" in found.facts]
+    return {n for each in facts for n in range(each["first"], each["first"] + each["profiled"] + 1)}
+
+
 def counted_of(
     ranks: Sequence[RankSpans], steps: Sequence[Sequence[StepTimes]]
 ) -> Sequence[Sequence[StepTimes]]:
     """Return the steps without the first one, which is like no other, if there are enough.
 
-    Without those, too, in which operators were recorded, and the one in which that ended.
+    Without the :func:`profiled` ones, too.
     """
     counted = steps[1:] if len(steps) > 2 else steps
-    facts = [found.facts for found in ranks if "operators" in found.facts]
-    slow = {n for each in facts for n in range(each["first"], each["first"] + each["profiled"] + 1)}
+    slow = profiled(ranks)
     places = [p for p, each in enumerate(counted) if each[0].step not in slow] if slow else []
     return Chosen(counted, places) if places else counted
 
