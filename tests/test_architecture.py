@@ -82,7 +82,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_429,
-        "world": 2_856,
+        "world": 2_870,
         "grad": 3_542,
         "nn": 8_833,
         "launcher": 6_610,
@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_345,
+        "observe": 6_335,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -11,7 +11,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,12 @@ from torch.profiler import profile
 from lockstep.observe.quantities import in_three_digits
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
+from lockstep.world import quiet_profiler
 
 _SKIPPED, _NUM_STEPS = 2, 3  # before, and recorded
 _MOST, _MOST_SHOWN, _MOST_COLUMNS = 24, 8, 8  # operators of a phase, and ranks
 _MOST_NAME = 120
 _KERNEL = "kernel"
-_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"  # above all levels of its messages
 _PHASES = ("forward", "backward", "optimizer", "data", _KERNEL)
 # Ranges that contain operators, by the beginnings of their names.
 _RANGES = {
@@ -62,7 +62,11 @@ def recording_operators(
 
     def after_step(*_: object) -> None:
         if step() == begin and not running and not profiler._is_profiler_enabled:
-            running.append(_started())
+            # On CPUs alone, all that it says is that it begins and ends.
+            has_devices = torch.accelerator.is_available()
+            with nullcontext() if has_devices else quiet_profiler(os.environ):
+                running.append(profile(acc_events=True))
+                running[0].start()
         elif step() == begin + _NUM_STEPS:
             end()
 
@@ -81,20 +85,6 @@ def recording_operators(
     finally:
         handle.remove()
         end()
-
-
-def _started() -> profile:
-    # On CPUs alone all that it says by itself, on stderr, is that it begins and ends.
-    is_silenced = _LEVEL not in os.environ and not torch.accelerator.is_available()
-    if is_silenced:
-        os.environ[_LEVEL] = _SILENT
-    try:
-        recorder = profile(acc_events=True)
-        recorder.start()
-        return recorder
-    finally:
-        if is_silenced:
-            del os.environ[_LEVEL]
 
 
 def operators_of(events: Iterable[Any]) -> Iterator[Operator]:

@@ -16,6 +16,7 @@ from .environment import is_dumb_terminal as is_dumb_terminal
 from .environment import num_visible_gpus as num_visible_gpus
 from .environment import pages_in_large_blocks as pages_in_large_blocks
 from .environment import quiet_environment as quiet_environment
+from .environment import quiet_profiler as quiet_profiler
 from .environment import rank_environment as rank_environment
 from .environment import restart_environment as restart_environment
 from .environment import restarts_of as restarts_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from platform import libc_ver
@@ -269,6 +270,22 @@ def quiet_environment() -> dict[str, str]:
     errors that torch logs are, such as those of NCCL's watchdog. Torch reads it when it is loaded.
     """
     return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@contextmanager
+def quiet_profiler(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let torch's profiler, if it is first started within, say nothing by itself on stderr.
+
+    It reads once what it is to say. What a user has set is left alone.
+    """
+    if (name := "KINETO_LOG_LEVEL") in environ:
+        yield
+        return
+    environ[name] = "6"  # above all of its messages
+    try:
+        yield
+    finally:
+        del environ[name]
 
 
 def _with_slurm_step(place: Placement, environ: Mapping[str, str]) -> Placement:
