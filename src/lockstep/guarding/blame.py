@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import CollectiveFailed, StepSkipped
 
-Kind = Literal["exception", "memory", "nonfinite"]
+Kind = Literal["exception", "memory", "nonfinite", "spike"]
 # How torch's allocators begin the errors that are plain RuntimeErrors.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "can't allocate memory")
 
@@ -41,13 +41,16 @@ class Blame:
             gradients that are finite add up to infinity.
         step: The number of the guarded step, from 0.
         kind: ``"exception"``; ``"memory"``, if an allocation failed; ``"nonfinite"``, if gradients
-            have NaN or infinity.
+            have NaN or infinity; ``"spike"``, if the rank's gradients are larger than
+            ``guard(spike=)`` lets them be.
         error: What happened, in one line.
         traceback: The traceback of the exception on that rank, as text.
         parameter: Of the parameters in ``nonfinite`` the one whose gradient was computed first.
         nonfinite: The names of parameters whose gradient isn't finite: that of the rank itself or,
             where it isn't known any more, the mean.
         finite: The names of the parameters with a finite gradient, which bracket the layer.
+        origin: With ``guard(trace_nonfinite=True)``: in which module values began not to be finite,
+            such as ``"in the forward of 'layers.3' (Attention)"``; "" if it isn't known.
     """
 
     rank: int | None
@@ -58,11 +61,13 @@ class Blame:
     parameter: str | None = None
     nonfinite: tuple[str, ...] = ()
     finite: tuple[str, ...] = ()
+    origin: str = ""
 
     def __str__(self) -> str:
         """In one line."""
         who = "no single rank" if self.rank is None else f"rank {self.rank}"
-        return f"{who}, in guarded step {self.step}: {self.error}"
+        where = f"; they come from {self.origin}" if self.origin else ""
+        return f"{who}, in guarded step {self.step}: {self.error}{where}"
 
 
 def blame_of(error: Exception, rank: int, step: int) -> Blame:

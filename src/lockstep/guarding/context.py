@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import (
     GUARDED,
-    SharedMemoryGroup,
     all_gather_json,
-    backend_name,
     global_rank,
-    join_state_of,
     sum_at,
     uncompiled,
 )
@@ -34,7 +33,7 @@ from lockstep.errors import (
     PeerLost,
     StepSkipped,
 )
-from lockstep.grad import gradient_of, lacks_gradient
+from lockstep.grad import lacks_gradient
 from lockstep.guarding.blame import (
     Blame,
     FailureFacts,
@@ -44,9 +43,13 @@ from lockstep.guarding.blame import (
     release,
     to_blame,
 )
+from lockstep.guarding.entry import check_group, group_of, has_micro_batches
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
-from lockstep.guarding.step import Common, GuardedStep, Misused, OnSkip, common_of
+from lockstep.guarding.origin import Origin
+from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
+from lockstep.guarding.step import Common, GuardedStep, GuardOptions, Misused, common_of
+from lockstep.guarding.update import check_update, is_nested, skips_itself
 from lockstep.nn import finish_failed, note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
 from lockstep.world import parameters_of
@@ -55,8 +58,8 @@ _log = logging.getLogger("lockstep")
 
 # How often ranks go on to meet though others called something else meanwhile.
 _MOST_MEETINGS = 16
-# Of what torch puts around each class's step(), which calls the hooks.
-_STEP_CODE = Optimizer.profile_hook_step(Optimizer.step).__code__
+# What the guards of an optimizer count.
+_COUNTS = ("num_steps", "num_skipped", "in_a_row")
 
 
 class _CurrentGuard(threading.local):
@@ -74,38 +77,27 @@ class Guard:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         others: Sequence[Any],
-        on_skip: OnSkip,
-        max_consecutive: int,
-        *,
-        undoes: bool,
+        options: GuardOptions,
     ) -> None:
         # What it guards, and how.
         self._models = models
         self._optimizers = [inner_optimizer(optimizer) for optimizer in optimizers]
-        self._others, self._on_skip, self._max_consecutive = others, on_skip, max_consecutive
-        self._undoes, self._is_run = undoes, False
+        self._others, self._options, self._is_run = others, options, False
         # The step that runs.
         self._common, self._step = Common(), GuardedStep(0)
         self._kept: StateBefore | None = None
         self._states = [state_of(model) for model in models]
         self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
-        self._group = self._group_of_engines()
+        self._group = group_of(self._states)
         self._local = LocalGradients()
         self._handles: list[Any] = []
         self._stepped: list[Optimizer] = []  # that have begun to
         self._around: BaseException | None = None  # which the program handles around the guard
         self._found: Found | None = None  # in gradients, before the update
+        self._norms: list[tuple[Norms, list[float]]] = []  # of gradients, to be remembered
+        self._spike: Spike | None = None
+        self._origin: Origin | None = None  # which looks at a repeat of the step
         self._scales: list[float] = []
-
-    def _group_of_engines(self) -> dist.ProcessGroup | None:
-        groups = [*dict.fromkeys(engine.process_group for engine in self._engines)]
-        if len(groups) > 1:
-            raise ModelError(
-                "guard() takes models that are parallel over the same ranks, and these are over "
-                f"{len(groups)} groups of ranks. Guard the models of each group in a step of their "
-                "own."
-            )
-        return groups[0] if groups else None
 
     def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> GuardedStep:
         """Call ``body``, which takes the step; and again, with ``on_skip="retry"``. ::
@@ -127,8 +119,45 @@ class Guard:
         while True:
             with self as step:
                 step.result = body(*args, **options)
-            if not step.skipped or self._on_skip != "retry":
+            if step.blame is not None and self._is_to_trace(step.blame):
+                step.blame = self._traced(step.blame, partial(body, *args, **options))
+            if not step.skipped or self._options.on_skip != "retry":
                 return step
+
+    def _is_to_trace(self, blame: Blame) -> bool:
+        # That a GradScaler's scale is too large is no fault.
+        is_of_scale = any(scaler.get_scale() > 1 for scaler in self._scalers)
+        return self._options.traces and blame.kind == "nonfinite" and not is_of_scale
+
+    def _traced(self, blame: Blame, body: Callable[[], Any]) -> Blame:
+        """Repeat the step, look where values begin not to be finite, and skip it again."""
+        self._origin = Origin(self._models)
+        try:
+            with self._origin.watching(), self as again:
+                body()
+        finally:
+            self._origin = None
+        assert again.blame is not None
+        if again.blame.kind == "nonfinite":
+            return replace(blame, origin=again.blame.origin)
+        return replace(blame, origin=f"no module again: {again.blame.error}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later guards of the same optimizers know of the steps before.
+
+        Given to :func:`lockstep.steps` as one of its things, it is part of what a run goes on from.
+        """
+        commons = [*map(common_of, self._optimizers)]
+        counts = {name: getattr(commons[0], name) for name in _COUNTS}
+        return {**counts, "norms": [common.norms.state() for common in commons]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` has returned."""
+        commons = [*map(common_of, self._optimizers)]
+        for name in _COUNTS:
+            setattr(commons[0], name, int(state[name]))
+        for common, norms in zip(commons, state["norms"], strict=True):
+            common.norms.load(norms)
 
     @uncompiled
     def __enter__(self) -> GuardedStep:
@@ -137,16 +166,17 @@ class Guard:
         common = self._common = common_of(self._optimizers[0])
         self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
+        self._norms, self._spike = [], None
         self._kept = StateBefore(
             self._models,
             self._optimizers,
             self._others,
             common.copies,
             common.generators,
-            undoes=self._undoes,
+            undoes=self._options.undoes,
         )
         self._scales = [scaler.get_scale() for scaler in self._scalers]
-        self._local = LocalGradients()
+        self._local = LocalGradients(measures=self._options.spike is not None)
         for engine in self._engines:
             engine.reducer.inspect = self._local
         for optimizer in self._optimizers:
@@ -161,44 +191,22 @@ class Guard:
                 "A guard is entered in another guard. One guard is around one step: around its "
                 "forward, backward and update, of all models and optimizers that step together."
             )
-        if self._on_skip == "retry" and not self._is_run:
+        repeats = "trace_nonfinite=True" if self._options.traces else ""
+        if self._options.on_skip == "retry":
+            repeats = 'on_skip="retry"'
+        if repeats and not self._is_run:
             raise ModelError(
-                'on_skip="retry" repeats the step, which a "with" can\'t. Put its body into a '
+                f'{repeats} repeats the step, which a "with" can\'t. Put its body into a '
                 "function, and call guard(...).run(body)."
             )
-        if self._on_skip == "retry" and self._has_micro_batches():
+        if repeats and has_micro_batches(self._states):
             raise ModelError(
-                'on_skip="retry" repeats a step of which micro-batches were accumulated before the '
+                f"{repeats} repeats a step of which micro-batches were accumulated before the "
                 "guard, and would repeat it without them. Put all micro-batches of the step into "
                 "the function that is given to run()."
             )
-        group = self._group
-        if group is None:
-            return
-        if not isinstance(group, SharedMemoryGroup):
-            devices = [device for engine in self._engines for device in engine.devices]
-            name = backend_name(group, [*devices, torch.device("cpu")][0])
-            raise ModelError(
-                "guard() is for ranks over lockstep's own process groups, shm and threads, on "
-                f"CPUs, and this model's is over {name}, where a rank that has failed can't end "
-                "the calls in which the others wait."
-            )
-        if join_state_of(group) is not None:
-            raise ModelError(
-                "A guard is entered in join(), where ranks without data take part in steps of the "
-                "others, and have none to guard. Use lockstep.DataLoader, which gives all ranks "
-                "equally many batches, or leave out the guard."
-            )
-
-    def _has_micro_batches(self) -> bool:
-        """Whether there are gradients of this rank that were accumulated before, unreduced."""
-        if any(state.has_batch() for state in self._states):
-            return True
-        return any(
-            has_grown and (gradient := gradient_of(parameter)) is not None and bool(gradient.any())
-            for table in (engine.reducer.table for engine in self._engines)
-            for has_grown, parameter in zip(table.accumulated, table.parameters, strict=False)
-        )
+        if self._group is not None:
+            check_group(self._group, self._states)
 
     @property
     def _scalers(self) -> list[GradScaler]:
@@ -211,27 +219,31 @@ class Guard:
         self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         """Let all ranks go on to the update, or none."""
-        if _is_nested(optimizer):
+        if is_nested(optimizer):
             return  # a class's step calls that of its base class
-        kind = type(optimizer).__name__
-        if any(callable(value) for value in [*args[1:], *options.values()]):
-            raise Misused(
-                f"{kind} steps with a closure in a guard, and runs the backward itself, when it is "
-                "too late to leave out the update. Call backward() before step()."
-            )
-        if optimizer in self._stepped:
-            raise Misused(
-                f"The body of a guard steps its {kind} twice. It is around one step, with one "
-                "update of each optimizer: put a guard around each."
-            )
+        check_update(optimizer, [*args[1:], *options.values()], self._stepped)
         found = look_at(parameters_of(optimizer), self._local.filled)
-        is_bad = bool(found.nonfinite) and not _skips_itself(optimizer)
+        is_bad = bool(found.nonfinite) and not skips_itself(optimizer)
         if is_bad:
             self._found = found
         number = self._optimizers.index(optimizer)
         operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
-        if any(flag for (flag,) in self._tell(operation, [is_bad])):
+        deviations, facts = self._options.spike, [int(is_bad)]
+        if deviations is not None:
+            norm = self._local.norm_for(optimizer, math.prod(self._scales))
+            facts.append(as_int(0.0 if skips_itself(optimizer) else norm))
+        by_rank = self._tell(operation, facts)
+        if any(flag for flag, *_ in by_rank):
             raise StepSkipped("The gradients of a guarded step aren't finite.")
+        if deviations is not None:
+            norms = common_of(optimizer).norms
+            local_norms = [as_float(bits) for _, bits in by_rank]
+            self._spike = norms.spike(local_norms, deviations)
+            if self._spike is not None:
+                raise StepSkipped("The gradients of a guarded step are too large.")
+            self._norms.append((norms, local_norms))
+        if self._origin is not None:
+            raise StepSkipped("a repeat of the step, with the same random numbers, was finite")
         self._stepped.append(optimizer)
 
     @uncompiled
@@ -269,10 +281,13 @@ class Guard:
             return False  # there is nobody to agree with
         told = self._told(error, around)
         facts = self._meet(told)
-        self._common.num_steps += 1
+        self._common.num_steps += self._origin is None
         are_same = len({guard for _, guard in facts}) == 1
         if are_same and not any(outcome for outcome, _ in facts):
             self._step.skipped, self._common.in_a_row = False, 0
+            self._step.num_skipped = self._common.num_skipped
+            for norms, of_step in self._norms:
+                norms.add(of_step)
             return False
         by_rank = [told]
         if self._group is not None:
@@ -284,7 +299,9 @@ class Guard:
                 "The ranks' guards differ, in models, optimizers, or options. Every rank guards "
                 "the same step in the same way. The step was not applied."
             ) from error
-        self._skip(guilty, by_rank, error)
+        if self._origin is None:
+            self._skip(guilty, by_rank, error)
+        self._step.skipped, self._step.blame = True, guilty.blame
         release(error, around)
         return True
 
@@ -316,6 +333,8 @@ class Guard:
         if self._found is not None or is_here or (error is None and is_of_scaler):
             return self._told_of_gradients(is_of_scaler=error is None)
         assert error is not None
+        if self._spike is not None and isinstance(error, StepSkipped):
+            return self._told_of_spike(self._spike)
         outcome = StepOutcome.TO_BLAME
         if isinstance(error, Misused):
             outcome = StepOutcome.MISUSED
@@ -323,6 +342,19 @@ class Guard:
             outcome = StepOutcome.CAUSED_ELSEWHERE
         blame = blame_of(error, self._rank, self._step.number)
         return FailureFacts(outcome, blame, has_updated=has_updated)
+
+    def _told_of_spike(self, spike: Spike) -> FailureFacts:
+        """Let the first of its ranks tell of it; if there are more, none alone is to blame."""
+        first, *others = spike.ranks
+        is_first = first == (0 if self._group is None else self._group.rank())
+        text = f"{spike.text}; {len(others)} more ranks' is too large" if others else spike.text
+        rank = None if others else self._rank
+        blame = Blame(rank, self._step.number, "spike", text)
+        return FailureFacts(
+            StepOutcome.TO_BLAME if is_first else StepOutcome.CAUSED_ELSEWHERE,
+            blame,
+            has_updated=bool(self._stepped),
+        )
 
     def _is_skipped_by_scaler(self) -> bool:
         """Whether a GradScaler has skipped the update, or let the optimizer skip it."""
@@ -358,6 +390,7 @@ class Guard:
             parameter=next(iter(nonfinite), None),
             nonfinite=nonfinite,
             finite=finite,
+            origin="" if self._origin is None else self._origin.text,
         )
         return FailureFacts(
             StepOutcome.TO_BLAME,
@@ -392,11 +425,13 @@ class Guard:
 
     def _fingerprint(self) -> int:
         """Return a number that guards of the same things, with the same options, have in common."""
-        on_skip = self._on_skip if isinstance(self._on_skip, str) else "function"
+        options = self._options
+        if not isinstance(options.on_skip, str):
+            options = options._replace(on_skip="drop")
         shapes = [[p.shape for p in model.parameters()] for model in self._models]
         kinds = [type(each).__name__ for each in [*self._optimizers, *self._others]]
-        options = [on_skip, self._max_consecutive, self._undoes, self._step.number]
-        return zlib.crc32(repr([options, shapes, kinds]).encode())
+        number, is_traced = self._step.number, self._origin is not None
+        return zlib.crc32(repr([options, shapes, kinds, number, is_traced]).encode())
 
     def _undo(self, *, keeps_scale: bool) -> None:
         """Put everything back, on all ranks."""
@@ -438,43 +473,26 @@ class Guard:
         assert blame is not None
         if guilty.outcome is StepOutcome.MISUSED:
             raise ModelError(f"{blame.error} (Said by rank {blame.rank}.)") from error
-        if not self._undoes and any(told.has_updated for told in by_rank):
+        if not self._options.undoes and any(told.has_updated for told in by_rank):
             raise ModelError(
                 "A guarded step has failed in its update or behind it, and undo=False keeps no "
                 "copies to undo it: parameters may differ between the ranks. Go on from a "
                 f"checkpoint. It was {blame}\n\n{blame.traceback}"
             ) from error
-        step.skipped, step.blame = True, blame
+        self._common.num_skipped += 1
+        step.num_skipped = self._common.num_skipped
         if not (guilty.is_of_scaler and all(s.get_scale() > 1 for s in self._scalers)):
             self._common.in_a_row += 1
         step.in_a_row = self._common.in_a_row
         if self._rank == 0 and not guilty.is_of_scaler:
             _log.warning("A step is skipped on all ranks: %s", blame)
-        if step.in_a_row >= self._max_consecutive:
+        if step.in_a_row >= self._options.max_consecutive:
             skipped = StepSkipped(
                 f"{blame.traceback}\n{step.in_a_row} guarded steps in a row were skipped on all "
                 f"ranks, the last because of {blame}"
             )
             skipped.blame = blame
             raise skipped from error
-        if callable(self._on_skip):
-            self._on_skip(step)
-
-
-def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler leaves it to ``optimizer`` to skip the update, and it will."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found.any())
-
-
-def _is_nested(optimizer: Optimizer) -> bool:
-    """Whether a step of ``optimizer`` that runs has called the one that begins.
-
-    By the calls that run: one that has raised is over, though no hook has told so.
-    """
-    frame, calls = sys._getframe(), 0
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        if frame.f_code is _STEP_CODE:
-            calls += frame.f_locals.get("self") is optimizer
-    return calls > 1
+        step.skipped, step.blame = True, blame
+        if callable(self._options.on_skip):
+            self._options.on_skip(step)

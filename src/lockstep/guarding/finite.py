@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from lockstep.grad import Contents, UnsummedBucket, gradient_of, unsummed_bucket_of
+from lockstep.world import parameters_of
 
 # The most elements of unsummed gradients that are summed at a time: they stay in the caches.
 _NUMEL = 64 * 1024
@@ -32,17 +35,23 @@ class LocalGradients:
 
     A reducer calls it with each bucket that it has filled.
 
+    Args:
+        measures: Whether their norm is wanted.
+
     Attributes:
         found: What was found.
         filled: What is in these buckets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, measures: bool = False) -> None:
         self.found, self.filled = Found([], []), list[Contents]()
+        self._measures, self._squares = measures, 0.0
 
     def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
         parameters = contents.parameters
+        if self._measures:
+            self._squares += _sum_of_squares([contents.gradients if rows is None else rows])
         if rows is not None:
             found = self.found.finite if _is_finite(rows) else self.found.nonfinite
             found.extend(parameters)
@@ -54,6 +63,18 @@ class LocalGradients:
         for parameter, view in zip(parameters, contents.memory.views, strict=True):
             found = self.found.finite if _is_finite(view) else self.found.nonfinite
             found.append(parameter)
+
+    def norm_for(self, optimizer: Optimizer, scale: float) -> float:
+        """Return the norm of this rank's own gradients since the last call, as if not scaled.
+
+        Without buckets, as on one rank, that of what ``optimizer`` is to step by.
+        """
+        if self.filled:
+            squares, self._squares = self._squares, 0.0
+            return math.sqrt(squares) / scale
+        gradients = [g for p in parameters_of(optimizer) if (g := p.grad) is not None]
+        left = getattr(optimizer, "grad_scale", None)  # of a fused one, which unscales by itself
+        return math.sqrt(_sum_of_squares(gradients)) / (1.0 if left is None else float(left))
 
 
 def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) -> Found:
@@ -112,6 +133,14 @@ def _look_at_part(bucket: UnsummedBucket, found: Found) -> bool:
                 continue
         found.finite.append(parameter)
     return bool(bad)
+
+
+def _sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the sum of the squares of all elements."""
+    values = [_values(tensor) for tensor in tensors]
+    types = [torch.float32 if each.element_size() < 4 else None for each in values]
+    pairs = zip(values, types, strict=True)
+    return sum(float(torch.linalg.vector_norm(x, dtype=dtype)) ** 2 for x, dtype in pairs)
 
 
 def _is_surely_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.arguments import as_whole_number, check_flag, check_type, refusal
+from lockstep.arguments import as_finite_number, as_whole_number, check_flag, check_type, refusal
 from lockstep.guarding.context import Guard
-from lockstep.guarding.step import OnSkip
+from lockstep.guarding.step import GuardOptions, OnSkip
 
 
 def guard(
@@ -20,6 +20,8 @@ def guard(
     on_skip: OnSkip = "drop",
     max_consecutive: int = 8,
     undo: bool = True,
+    spike: float | None = None,
+    trace_nonfinite: bool = False,
 ) -> Guard:
     """Let all ranks take a step, or none: what fails on one rank is skipped by all. ::
 
@@ -62,6 +64,13 @@ def guard(
         max_consecutive: So many skipped steps in a row raise StepSkipped on every rank.
         undo: Whether to keep copies of parameters and optimizer state, so that a failure in the
             update, or behind it in the body, is undone. Without them it raises on every rank.
+        spike: A step is skipped, too, if the norm of a rank's own gradients, before they are summed
+            and clipped, is more than so many standard deviations above the mean of the last 64
+            good steps' (of each the largest rank's), at least 16 of them. 6.0 is far. On one rank
+            it is the norm before the update.
+        trace_nonfinite: Repeat a step whose gradients aren't finite, with the same random numbers,
+            and look at what each module takes and gives: ``step.blame.origin`` tells where it
+            began. The body has to be a function: ``guard(...).run(body)``.
 
     Returns:
         A context manager, whose ``as`` is a :class:`GuardedStep`, with a method ``run()``.
@@ -71,7 +80,7 @@ def guard(
         ModelError: In the ``with``: if the model isn't parallel, or the body isn't one step; then
             everything is put back before.
         TypeError: If an argument is of a wrong type.
-        ValueError: If ``on_skip`` or ``max_consecutive`` is none of those above.
+        ValueError: If ``on_skip``, ``max_consecutive`` or ``spike`` is none of those above.
     """
     models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -90,4 +99,8 @@ def guard(
         raise ValueError(refusal("on_skip", on_skip, '"drop", "retry" or a function'))
     as_whole_number("max_consecutive", max_consecutive, "1 or more", at_least=1)
     check_flag("undo", undo)
-    return Guard(models, optimizers, others, on_skip, max_consecutive, undoes=undo)
+    check_flag("trace_nonfinite", trace_nonfinite)
+    if spike is not None:
+        spike = as_finite_number("spike", spike, "a number of deviations, 0 or more, or None", 0)
+    options = GuardOptions(on_skip, max_consecutive, undo, spike, trace_nonfinite)
+    return Guard(models, optimizers, others, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +13,7 @@ from lockstep.errors import ModelError
 from lockstep.generators import Generators
 from lockstep.guarding.blame import Blame
 from lockstep.guarding.kept import ValueCopies
+from lockstep.guarding.spikes import Norms
 
 OnSkip = Literal["drop", "retry"] | Callable[["GuardedStep"], object]
 
@@ -29,6 +30,7 @@ class GuardedStep:
         skipped: Whether no rank has applied it. None while it runs.
         blame: If it was skipped, the :class:`lockstep.Blame`: who, where and why.
         in_a_row: How many steps in a row were skipped, up to this one.
+        num_skipped: How many of the optimizer's guarded steps were skipped, up to this one.
         result: What the body has returned to :meth:`Guard.run`.
     """
 
@@ -36,8 +38,26 @@ class GuardedStep:
         self.number = number
         self.skipped: bool | None = None
         self.blame: Blame | None = None
-        self.in_a_row = 0
+        self.in_a_row = self.num_skipped = 0
         self.result: Any = None
+
+
+class GuardOptions(NamedTuple):
+    """How a guard deals with its steps.
+
+    Attributes:
+        on_skip: What follows a skipped step.
+        max_consecutive: So many in a row end the run.
+        undoes: Whether an update can be undone.
+        spike: How many deviations the norm of a rank's gradients may be above that of others.
+        traces: Whether a step with gradients that aren't finite is repeated, to see where.
+    """
+
+    on_skip: OnSkip
+    max_consecutive: int
+    undoes: bool
+    spike: float | None
+    traces: bool
 
 
 class Common:
@@ -47,8 +67,8 @@ class Common:
     """
 
     def __init__(self) -> None:
-        self.num_steps = self.in_a_row = 0
-        self.copies, self.generators = ValueCopies(), Generators()
+        self.num_steps = self.num_skipped = self.in_a_row = 0
+        self.copies, self.generators, self.norms = ValueCopies(), Generators(), Norms()
 
 
 # Ranks may be threads.

@@ -1,0 +1,54 @@
+"""What a guard may be entered with: one group of ranks, and no step that has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import SharedMemoryGroup, backend_name, join_state_of
+from lockstep.errors import ModelError
+from lockstep.grad import gradient_of
+from lockstep.nn import ParallelState
+
+
+def group_of(states: Iterable[ParallelState]) -> dist.ProcessGroup | None:
+    """Return the only group of ranks of parallel models; None if no part of them is parallel."""
+    groups = [*dict.fromkeys(engine.process_group for s in states for engine in s.engines)]
+    if len(groups) > 1:
+        raise ModelError(
+            "guard() takes models that are parallel over the same ranks, and these are over "
+            f"{len(groups)} groups of ranks. Guard the models of each group in a step of their "
+            "own."
+        )
+    return groups[0] if groups else None
+
+
+def check_group(group: dist.ProcessGroup, states: Iterable[ParallelState]) -> None:
+    """Raise unless ranks of the group can be guarded now."""
+    if not isinstance(group, SharedMemoryGroup):
+        devices = [device for s in states for engine in s.engines for device in engine.devices]
+        name = backend_name(group, [*devices, torch.device("cpu")][0])
+        raise ModelError(
+            "guard() is for ranks over lockstep's own process groups, shm and threads, on "
+            f"CPUs, and this model's is over {name}, where a rank that has failed can't end "
+            "the calls in which the others wait."
+        )
+    if join_state_of(group) is not None:
+        raise ModelError(
+            "A guard is entered in join(), where ranks without data take part in steps of the "
+            "others, and have none to guard. Use lockstep.DataLoader, which gives all ranks "
+            "equally many batches, or leave out the guard."
+        )
+
+
+def has_micro_batches(states: Sequence[ParallelState]) -> bool:
+    """Whether there are gradients of this rank that were accumulated before, unreduced."""
+    if any(state.has_batch() for state in states):
+        return True
+    return any(
+        has_grown and (gradient := gradient_of(parameter)) is not None and bool(gradient.any())
+        for table in (engine.reducer.table for state in states for engine in state.engines)
+        for has_grown, parameter in zip(table.accumulated, table.parameters, strict=False)
+    )
