@@ -423,6 +423,19 @@ def test_an_open_string_takes_one_look(tmp_path, end: bytes) -> None:
         lockstep.load(tmp_path, words=None)
 
 
+@pytest.mark.parametrize("left", [b"[", b'{"dict":{"a":', b'{"tuple":['])
+def test_what_is_nested_too_deeply_takes_no_look_at_all_of_it(tmp_path, left: bytes) -> None:
+    path = lockstep.save(tmp_path, words=["a"])
+    right = left[::-1].translate(bytes.maketrans(b"[{", b"]}"), b'":adeilptuc')
+    body = b'{"things":{"words":["value",' + left * 300_000 + right * 300_000 + b"]}}"
+    put_body(path, body)
+    with (
+        watched(len(body)),
+        pytest.raises(CheckpointDamaged, match="what begins at byte .* is nested too deeply"),
+    ):
+        lockstep.load(tmp_path, words=None)
+
+
 def test_a_thing_of_a_manifest_that_is_no_json_is_damage(tmp_path) -> None:
     """What isn't read isn't looked at, so it shows where it is asked for."""
     optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters())

@@ -163,26 +163,32 @@ class StoppedStore:
     def __init__(self, request: str) -> None:
         self._store, self._request = dist.HashStore(), request
         self.goes_on = threading.Event()
+        self.patience = 60.0  # after which this process ends the connection
 
     def __getattr__(self, name: str) -> Any:
         if name != self._request:
             return getattr(self._store, name)
 
         def request(*_: object) -> None:
-            self.goes_on.wait(60)
-            raise RuntimeError("the connection has ended")
+            self.goes_on.wait(self.patience)
+            raise dist.DistNetworkError("the connection has ended")
 
         return request
 
 
+@pytest.mark.parametrize(
+    ("patience", "timeout"), [(60.0, 0.2), (0.2, 1800.0)], ids=["timeout", "silence"]
+)
 @pytest.mark.parametrize("request_", ["set", "check", "get"])
 def test_no_request_of_ranks_that_connect_waits_for_a_stopped_store(
-    request_: str, monkeypatch: pytest.MonkeyPatch
+    request_: str, patience: float, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether their time is up first, or the connection ends as nothing is heard."""
     monkeypatch.setattr(connect_module, "STORE_SECONDS", 0.1)
     store: Any = StoppedStore(request_)
+    store.patience = patience
     with pytest.raises(RendezvousFailed, match=r"Rank 0 of 2 can't join the group: of the store"):
-        ShmTransport(store, 0, 2, 0.2)
+        ShmTransport(store, 0, 2, timeout)
     store.goes_on.set()
 
 

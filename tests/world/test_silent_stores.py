@@ -70,7 +70,8 @@ if os.environ["RANK"] == "1":
     for store_class in (dist.PrefixStore, dist.TCPStore):
         for request in ("set", "get", "check", "add", "wait", "compare_set", "multi_get"):
             watch(store_class, request)
-lockstep.init(timeout=timedelta(seconds=float(sys.argv[1])))
+timeout = timedelta(seconds=float(sys.argv[1]))
+lockstep.init(timeout=timeout)
 model = lockstep.parallelize(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
@@ -78,7 +79,7 @@ for _ in range(3):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     lockstep.save(sys.argv[2], model=model, optimizer=optimizer, async_=True)
-dist.new_group([0, 1])
+dist.new_group([0, 1], timeout=timeout)  # torch gives it half an hour, not that of init()
 print("trained", flush=True)
 """
 

@@ -20,6 +20,8 @@ _NAME = re.compile(_STRING, re.DOTALL)
 # would be looked at as far as the end. Shown by test_an_open_string_takes_one_look.
 _NESTED = re.compile(_STRING + rb'|[\[\]{}"]', re.DOTALL)
 _PLAIN = re.compile(rb"[^\s,\[\]{}\":]++")
+# Deeper than what is saved, which json itself limits; millions of brackets take no look at each.
+_MOST_DEPTH = 10_000
 
 
 class TextRange(NamedTuple):
@@ -57,6 +59,8 @@ def _end_of_nested(text: bytearray, start: int) -> int:
         sign = text[found.start()]
         if sign in b"[{":
             depth += 1
+            if depth > _MOST_DEPTH:
+                raise ValueError(f"what begins at byte {start} is nested too deeply")
         elif sign in b"]}":
             depth -= 1
             if not depth:

@@ -260,7 +260,7 @@ def connect(
                 f"Rank {rank} of {size} can't share memory with the others: {error}. Raise the "
                 "limit on open files (ulimit -n)."
             ) from error
-        if isinstance(error, NoAnswer):
+        if isinstance(error, NoAnswer | dist.DistNetworkError):
             raise silent_store(f"Rank {rank} of {size} can't join the group", error) from error
         absent = named(sorted(set(range(size)) - set(peers) - {rank})).lower()
         raise RendezvousFailed(
