@@ -97,7 +97,7 @@ SHELVES = {
         "optim": 4_468,
         "checkpoint": 2_900,
         "resume": 2_455,
-        "guarding": 1_925,
+        "guarding": 1_970,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
         "values": BUDGET_OF_A_MODULE,

@@ -290,3 +290,61 @@ def test_a_rank_alone_has_nothing_to_compare() -> None:
 def test_other_things_are_refused(arguments: list) -> None:
     with pytest.raises(TypeError, match=r"not a torch\."):
         lockstep.check_replicas(*arguments)
+
+
+@pytest.mark.parametrize("shard", [None, lockstep.shard_optimizer], ids=["plain", "sharded"])
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_replicas_are_compared_again_after_some_steps(backend: str, shard: Callable | None) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group, shard)
+        assert lockstep.check_replicas(program.net, program.optimizer, every=3) == []
+        program.step()
+        if rank == 1:
+            change_an_option(program)
+        program.step()  # of which the second isn't looked at
+        with pytest.raises(ReplicasDiffer, match="lr of group 0 differs between ranks 0, 1"):
+            program.step()
+        with pytest.raises(ReplicasDiffer):
+            lockstep.check_replicas(program.net, program.optimizer, every=0)
+        for _ in range(4):
+            program.step()
+
+    run_ranks(2, body, backend=backend)
+
+
+def test_what_is_compared_again_may_be_repaired(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        lockstep.check_replicas(program.net, program.optimizer, every=1, repair=True)
+        if rank == 1:
+            change_a_frozen_one(program)
+        program.step()
+        lockstep.check_replicas(program.net, program.optimizer)
+
+    run_ranks(3, body, backend="threads")
+    assert (
+        "Repaired after a step: parameter 2.bias of rank 1 isn't that of the others" in caplog.text
+    )
+
+
+def test_replicas_that_part_end_a_guarded_step() -> None:
+    """There is nothing to skip to: no step makes them alike again."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        lockstep.check_replicas(program.net, program.optimizer, every=1)
+        if rank == 1:
+            change_a_frozen_one(program)
+        guard = lockstep.guard(program.net, program.optimizer)
+        with pytest.raises(ReplicasDiffer), guard:
+            program.step()
+
+    run_ranks(2, body, backend="threads")
+
+
+def test_steps_are_those_of_an_optimizer() -> None:
+    net = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"every=\) counts an optimizer's steps"):
+        lockstep.check_replicas(net, every=2)
+    with pytest.raises(ValueError, match="every"):
+        lockstep.check_replicas(net, torch.optim.SGD(net.parameters()), every=-1)

@@ -31,6 +31,7 @@ from lockstep.errors import (
     GroupClosed,
     ModelError,
     PeerLost,
+    ReplicasDiffer,
     StepSkipped,
 )
 from lockstep.grad import lacks_gradient
@@ -277,8 +278,8 @@ class Guard:
         around, self._around = self._around, None
         if error is not None and not isinstance(error, Exception):
             return False
-        if isinstance(error, PeerLost | CollectiveTimeout | GroupClosed):
-            return False  # there is nobody to agree with
+        if isinstance(error, PeerLost | CollectiveTimeout | GroupClosed | ReplicasDiffer):
+            return False  # there is nobody to agree with, or nothing to go on from
         told = self._told(error, around)
         facts = self._meet(told)
         self._common.num_steps += self._origin is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +18,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lockstep.arguments import check_flag, check_type
+from lockstep.arguments import as_whole_number, check_flag, check_type
 from lockstep.comm import broadcast_tensors, bytes_of, carrier, differing_facts, global_rank
 from lockstep.errors import ModelError, ReplicasDiffer
+from lockstep.guarding.step import common_of
+from lockstep.guarding.update import is_nested
 from lockstep.metrics import ranks_of_call
 from lockstep.nn import state_of
 from lockstep.optim import sharding_of
 from lockstep.world import options_of, parameters_of
+
+_log = logging.getLogger("lockstep")
 
 # How many differences an error tells, and what stands for a value that a rank doesn't have.
 _NUM_TOLD, _MISSING = 8, "missing on this rank"
@@ -60,14 +66,13 @@ class ReplicaDifference:
 
 
 def check_replicas(
-    model: nn.Module, *optimizers: Optimizer, repair: bool = False
+    model: nn.Module, *optimizers: Optimizer, repair: bool = False, every: int | None = None
 ) -> list[ReplicaDifference]:
     """Raise on every rank unless all have the same parameters, in every bit. ::
 
-        for step, batch in enumerate(loader):
+        lockstep.check_replicas(model, optimizer, every=100)  # now, and after each 100th step
+        for batch in loader:
             ...
-            if step % 100 == 0:
-                lockstep.check_replicas(model, optimizer)
 
     What is compared: parameters, frozen ones too, and buffers that lockstep keeps in step; of
     ``optimizers`` options and state, where they are numbers, text, tensors, and lists and dicts of
@@ -87,6 +92,9 @@ def check_replicas(
         optimizers: Its optimizers.
         repair: Give all ranks what more than half of them have. An optimizer's state is repaired
             as well, if it isn't sharded and was given.
+        every: Look again after each so many steps of the first optimizer, which is to step on all
+            ranks alike, and raise out of its ``step()``. A later call takes the place of an earlier
+            one for that optimizer; ``every=0`` ends it. What is repaired then is logged.
 
     Returns:
         What differed and has been repaired; an empty list if all ranks have the same.
@@ -95,12 +103,18 @@ def check_replicas(
         ReplicasDiffer: Naming what differs and on which ranks; with ``repair``, if some of it has
             no value that most ranks have, which then is the only thing that isn't repaired.
         CollectiveFailed: If a rank is lost or late, or inside of ``join()``.
-        TypeError: If these aren't a module and optimizers.
+        TypeError: If these aren't a module and optimizers, or none of these to count steps of.
+        ValueError: If ``every`` is less than 0.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     for optimizer in optimizers:
         check_type("optimizers", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_flag("repair", repair)
+    if every is not None:
+        as_whole_number("every", every, "a number of steps, 0 or more, or None", at_least=0)
+        if not optimizers:
+            raise TypeError("check_replicas(every=) counts an optimizer's steps: give it to it.")
+        _look_again(model, optimizers, every, repair=repair)
     found: list[ReplicaDifference] = []
     for group, tensors in _by_group(model):
         found += _Replica(model, tensors, optimizers).compared(group, repair=repair)
@@ -117,6 +131,26 @@ def check_replicas(
             f"Ranks don't have the same replicas:{told}{more}\n{cure}.", tuple(wrong)
         )
     return found
+
+
+def _look_again(
+    model: nn.Module, optimizers: Sequence[Optimizer], every: int, *, repair: bool
+) -> None:
+    """Have each ``every``-th step of the first optimizer followed by a look."""
+    common = common_of(optimizers[0])
+    if common.look is not None:
+        common.look.remove()
+        common.look = None
+    if not every:
+        return
+    num_steps = itertools.count(1)
+
+    def look(optimizer: Optimizer, *_: object) -> None:
+        if not is_nested(optimizer) and next(num_steps) % every == 0:
+            for difference in check_replicas(model, *optimizers, repair=repair):
+                _log.warning("Repaired after a step: %s", difference)
+
+    common.look = optimizers[0].register_step_post_hook(look)
 
 
 _Named = dict[str, torch.Tensor]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import ModelError
@@ -64,11 +65,15 @@ class Common:
     """What the guards of an optimizer have in common, of which the program makes one a step.
 
     It doesn't hold the optimizer.
+
+    Attributes:
+        look: The hook that compares replicas after some of its steps, if there is one.
     """
 
     def __init__(self) -> None:
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.copies, self.generators, self.norms = ValueCopies(), Generators(), Norms()
+        self.look: RemovableHandle | None = None
 
 
 # Ranks may be threads.
