@@ -431,7 +431,7 @@ def test_what_is_nested_too_deeply_takes_no_look_at_all_of_it(tmp_path, left: by
     put_body(path, body)
     with (
         watched(len(body)),
-        pytest.raises(CheckpointDamaged, match="what begins at byte .* is nested too deeply"),
+        pytest.raises(CheckpointDamaged, match=r"what begins at byte .* is nested too deeply"),
     ):
         lockstep.load(tmp_path, words=None)
 

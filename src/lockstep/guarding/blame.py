@@ -13,6 +13,7 @@ import torch
 from lockstep.errors import CollectiveFailed, StepSkipped
 
 Kind = Literal["exception", "memory", "nonfinite", "spike"]
+Verdict = Literal["samples", "device", "unreproducible", "unknown"]
 # How torch's allocators begin the errors that are plain RuntimeErrors.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "can't allocate memory")
 
@@ -51,6 +52,9 @@ class Blame:
         finite: The names of the parameters with a finite gradient, which bracket the layer.
         origin: With ``guard(trace_nonfinite=True)``: in which module values began not to be finite,
             such as ``"in the forward of 'layers.3' (Attention)"``; "" if it isn't known.
+        verdict: With ``guard(on_skip="verify")``: ``"samples"``, ``"device"``, ``"unreproducible"``
+            or ``"unknown"``.
+        reason: What repeats of the step have shown, in words.
     """
 
     rank: int | None
@@ -62,12 +66,15 @@ class Blame:
     nonfinite: tuple[str, ...] = ()
     finite: tuple[str, ...] = ()
     origin: str = ""
+    verdict: Verdict | None = None
+    reason: str = ""
 
     def __str__(self) -> str:
         """In one line."""
         who = "no single rank" if self.rank is None else f"rank {self.rank}"
         where = f"; they come from {self.origin}" if self.origin else ""
-        return f"{who}, in guarded step {self.step}: {self.error}{where}"
+        why = f"; {self.verdict}: {self.reason}" if self.verdict else ""
+        return f"{who}, in guarded step {self.step}: {self.error}{where}{why}"
 
 
 def blame_of(error: Exception, rank: int, step: int) -> Blame:

@@ -6,10 +6,7 @@ import logging
 import math
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -44,12 +41,21 @@ from lockstep.guarding.blame import (
     release,
     to_blame,
 )
-from lockstep.guarding.entry import check_group, group_of, has_micro_batches
+from lockstep.guarding.entry import check_group, fingerprint, group_of, has_micro_batches
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
-from lockstep.guarding.origin import Origin
+from lockstep.guarding.repeats import Work, in_words, traced, verified
 from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
-from lockstep.guarding.step import Common, GuardedStep, GuardOptions, Misused, common_of
+from lockstep.guarding.step import (
+    Common,
+    GuardedStep,
+    GuardOptions,
+    Misused,
+    StepEntry,
+    common_of,
+    load_commons,
+    state_of_commons,
+)
 from lockstep.guarding.update import check_update, is_nested, skips_itself
 from lockstep.nn import finish_failed, note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
@@ -59,8 +65,6 @@ _log = logging.getLogger("lockstep")
 
 # How often ranks go on to meet though others called something else meanwhile.
 _MOST_MEETINGS = 16
-# What the guards of an optimizer count.
-_COUNTS = ("num_steps", "num_skipped", "in_a_row")
 
 
 class _CurrentGuard(threading.local):
@@ -83,13 +87,13 @@ class Guard:
         # What it guards, and how.
         self._models = models
         self._optimizers = [inner_optimizer(optimizer) for optimizer in optimizers]
-        self._others, self._options, self._is_run = others, options, False
+        self._others, self._options, self._entry = others, options, StepEntry.WITH
         # The step that runs.
         self._common, self._step = Common(), GuardedStep(0)
         self._kept: StateBefore | None = None
         self._states = [state_of(model) for model in models]
         self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
-        self._group = group_of(self._states)
+        self.group = group_of(self._states)
         self._local = LocalGradients()
         self._handles: list[Any] = []
         self._stepped: list[Optimizer] = []  # that have begun to
@@ -97,7 +101,7 @@ class Guard:
         self._found: Found | None = None  # in gradients, before the update
         self._norms: list[tuple[Norms, list[float]]] = []  # of gradients, to be remembered
         self._spike: Spike | None = None
-        self._origin: Origin | None = None  # which looks at a repeat of the step
+        self.evidence: str | None = None  # what this rank came to, as repeats compare it
         self._scales: list[float] = []
 
     def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> GuardedStep:
@@ -116,49 +120,47 @@ class Guard:
                 f"run() takes a function that takes the step, and got a {type(body).__name__}. Put "
                 "forward, backward and update into one, so that it can be called again."
             )
-        self._is_run = True
+        self._entry = StepEntry.RUN
         while True:
             with self as step:
                 step.result = body(*args, **options)
-            if step.blame is not None and self._is_to_trace(step.blame):
-                step.blame = self._traced(step.blame, partial(body, *args, **options))
+            if step.blame is not None:
+                work = Work(body, args, options, self._common.generators)
+                step.blame = self._examined(step.blame, work)
             if not step.skipped or self._options.on_skip != "retry":
                 return step
 
-    def _is_to_trace(self, blame: Blame) -> bool:
+    def _examined(self, blame: Blame, work: Work) -> Blame:
+        """Repeat the step, as far as that is asked for, and return what is known then."""
         # That a GradScaler's scale is too large is no fault.
-        is_of_scale = any(scaler.get_scale() > 1 for scaler in self._scalers)
-        return self._options.traces and blame.kind == "nonfinite" and not is_of_scale
+        if blame.kind == "nonfinite" and any(s.get_scale() > 1 for s in self._scalers):
+            return blame
+        if self._options.traces and blame.kind == "nonfinite":
+            blame = traced(self, self._models, blame, work)
+        return verified(self, blame, work) if self._options.on_skip == "verify" else blame
 
-    def _traced(self, blame: Blame, body: Callable[[], Any]) -> Blame:
-        """Repeat the step, look where values begin not to be finite, and skip it again."""
-        self._origin = Origin(self._models)
+    def repeated(self, body: Callable[[], Any], prepare: Callable[[], None]) -> Blame:
+        """Take the step again without its update, after ``prepare()``, and return the blame."""
+        self._entry = StepEntry.REPEAT
         try:
-            with self._origin.watching(), self as again:
+            with self as again:
+                prepare()
                 body()
         finally:
-            self._origin = None
+            self._entry = StepEntry.RUN
         assert again.blame is not None
-        if again.blame.kind == "nonfinite":
-            return replace(blame, origin=again.blame.origin)
-        return replace(blame, origin=f"no module again: {again.blame.error}")
+        return again.blame
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later guards of the same optimizers know of the steps before.
 
         Given to :func:`lockstep.steps` as one of its things, it is part of what a run goes on from.
         """
-        commons = [*map(common_of, self._optimizers)]
-        counts = {name: getattr(commons[0], name) for name in _COUNTS}
-        return {**counts, "norms": [common.norms.state() for common in commons]}
+        return state_of_commons(self._optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what :meth:`state_dict` has returned."""
-        commons = [*map(common_of, self._optimizers)]
-        for name in _COUNTS:
-            setattr(commons[0], name, int(state[name]))
-        for common, norms in zip(commons, state["norms"], strict=True):
-            common.norms.load(norms)
+        load_commons(self._optimizers, state)
 
     @uncompiled
     def __enter__(self) -> GuardedStep:
@@ -167,7 +169,7 @@ class Guard:
         common = self._common = common_of(self._optimizers[0])
         self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
-        self._norms, self._spike = [], None
+        self._norms, self._spike, self.evidence = [], None, None
         self._kept = StateBefore(
             self._models,
             self._optimizers,
@@ -177,7 +179,10 @@ class Guard:
             undoes=self._options.undoes,
         )
         self._scales = [scaler.get_scale() for scaler in self._scalers]
-        self._local = LocalGradients(measures=self._options.spike is not None)
+        self._local = LocalGradients(
+            measures=self._options.spike is not None,
+            digests=self._options.on_skip == "verify",
+        )
         for engine in self._engines:
             engine.reducer.inspect = self._local
         for optimizer in self._optimizers:
@@ -193,9 +198,9 @@ class Guard:
                 "forward, backward and update, of all models and optimizers that step together."
             )
         repeats = "trace_nonfinite=True" if self._options.traces else ""
-        if self._options.on_skip == "retry":
-            repeats = 'on_skip="retry"'
-        if repeats and not self._is_run:
+        if self._options.on_skip in ("retry", "verify"):
+            repeats = f'on_skip="{self._options.on_skip}"'
+        if repeats and self._entry is StepEntry.WITH:
             raise ModelError(
                 f'{repeats} repeats the step, which a "with" can\'t. Put its body into a '
                 "function, and call guard(...).run(body)."
@@ -206,8 +211,8 @@ class Guard:
                 "guard, and would repeat it without them. Put all micro-batches of the step into "
                 "the function that is given to run()."
             )
-        if self._group is not None:
-            check_group(self._group, self._states)
+        if self.group is not None:
+            check_group(self.group, self._states)
 
     @property
     def _scalers(self) -> list[GradScaler]:
@@ -229,6 +234,8 @@ class Guard:
             self._found = found
         number = self._optimizers.index(optimizer)
         operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
+        if self._options.on_skip == "verify":
+            self.evidence = self._local.digest_for(optimizer)
         deviations, facts = self._options.spike, [int(is_bad)]
         if deviations is not None:
             norm = self._local.norm_for(optimizer, math.prod(self._scales))
@@ -243,7 +250,7 @@ class Guard:
             if self._spike is not None:
                 raise StepSkipped("The gradients of a guarded step are too large.")
             self._norms.append((norms, local_norms))
-        if self._origin is not None:
+        if self._entry is StepEntry.REPEAT:
             raise StepSkipped("a repeat of the step, with the same random numbers, was finite")
         self._stepped.append(optimizer)
 
@@ -257,11 +264,11 @@ class Guard:
 
     def _tell(self, operation: str, facts: Sequence[int]) -> list[list[int]]:
         """Return the facts of all ranks, in rank order, at an ``operation`` that errors name."""
-        if self._group is None:
+        if self.group is None:
             return [[*facts]]
-        table = torch.zeros(self._group.size(), len(facts), dtype=torch.int64, device="cpu")
-        table[self._group.rank()] = torch.tensor([*facts], device="cpu")
-        sum_at(self._group, operation, table)
+        table = torch.zeros(self.group.size(), len(facts), dtype=torch.int64, device="cpu")
+        table[self.group.rank()] = torch.tensor([*facts], device="cpu")
+        sum_at(self.group, operation, table)
         return table.tolist()
 
     # The end of the step.
@@ -282,7 +289,7 @@ class Guard:
             return False  # there is nobody to agree with, or nothing to go on from
         told = self._told(error, around)
         facts = self._meet(told)
-        self._common.num_steps += self._origin is None
+        self._common.num_steps += self._entry is not StepEntry.REPEAT
         are_same = len({guard for _, guard in facts}) == 1
         if are_same and not any(outcome for outcome, _ in facts):
             self._step.skipped, self._common.in_a_row = False, 0
@@ -291,8 +298,8 @@ class Guard:
                 norms.add(of_step)
             return False
         by_rank = [told]
-        if self._group is not None:
-            by_rank = [*map(FailureFacts.decoded, all_gather_json(self._group, told.encoded()))]
+        if self.group is not None:
+            by_rank = [*map(FailureFacts.decoded, all_gather_json(self.group, told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
         self._undo(keeps_scale=guilty.is_of_scaler)
         if not are_same:
@@ -300,7 +307,7 @@ class Guard:
                 "The ranks' guards differ, in models, optimizers, or options. Every rank guards "
                 "the same step in the same way. The step was not applied."
             ) from error
-        if self._origin is None:
+        if self._entry is not StepEntry.REPEAT:
             self._skip(guilty, by_rank, error)
         self._step.skipped, self._step.blame = True, guilty.blame
         release(error, around)
@@ -341,13 +348,15 @@ class Guard:
             outcome = StepOutcome.MISUSED
         elif is_caused_elsewhere(error, around):
             outcome = StepOutcome.CAUSED_ELSEWHERE
+        else:
+            self.evidence = None if self._stepped else in_words(error)
         blame = blame_of(error, self._rank, self._step.number)
         return FailureFacts(outcome, blame, has_updated=has_updated)
 
     def _told_of_spike(self, spike: Spike) -> FailureFacts:
         """Let the first of its ranks tell of it; if there are more, none alone is to blame."""
         first, *others = spike.ranks
-        is_first = first == (0 if self._group is None else self._group.rank())
+        is_first = first == (0 if self.group is None else self.group.rank())
         text = f"{spike.text}; {len(others)} more ranks' is too large" if others else spike.text
         rank = None if others else self._rank
         blame = Blame(rank, self._step.number, "spike", text)
@@ -391,7 +400,6 @@ class Guard:
             parameter=next(iter(nonfinite), None),
             nonfinite=nonfinite,
             finite=finite,
-            origin="" if self._origin is None else self._origin.text,
         )
         return FailureFacts(
             StepOutcome.TO_BLAME,
@@ -404,7 +412,7 @@ class Guard:
 
     @property
     def _rank(self) -> int:
-        return 0 if self._group is None else global_rank(self._group, self._group.rank())
+        return 0 if self.group is None else global_rank(self.group, self.group.rank())
 
     def _meet(self, told: FailureFacts) -> list[list[int]]:
         """Return how the body has ended on each rank, and a number that equal guards have.
@@ -412,27 +420,19 @@ class Guard:
         A rank that has left its body finds the others in other calls. They all raise
         CollectiveMismatch then, which ends the bodies, and meet again.
         """
+        things, is_repeat = [*self._optimizers, *self._others], self._entry is StepEntry.REPEAT
+        same = fingerprint(self._models, things, self._options, self._step.number, is_repeat)
         outcome = told.outcome
         for remaining in reversed(range(_MOST_MEETINGS)):
             try:
-                if self._group is not None:
-                    finish_failed(self._group)
-                return self._tell(f"{GUARDED}, its end", [outcome, self._fingerprint()])
+                if self.group is not None:
+                    finish_failed(self.group)
+                return self._tell(f"{GUARDED}, its end", [outcome, same])
             except CollectiveMismatch:
                 if not remaining:
                     raise
                 outcome = outcome or StepOutcome.CAUSED_ELSEWHERE
         raise AssertionError
-
-    def _fingerprint(self) -> int:
-        """Return a number that guards of the same things, with the same options, have in common."""
-        options = self._options
-        if not isinstance(options.on_skip, str):
-            options = options._replace(on_skip="drop")
-        shapes = [[p.shape for p in model.parameters()] for model in self._models]
-        kinds = [type(each).__name__ for each in [*self._optimizers, *self._others]]
-        number, is_traced = self._step.number, self._origin is not None
-        return zlib.crc32(repr([options, shapes, kinds, number, is_traced]).encode())
 
     def _undo(self, *, keeps_scale: bool) -> None:
         """Put everything back, on all ranks."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.comm import SharedMemoryGroup, backend_name, join_state_of
 from lockstep.errors import ModelError
 from lockstep.grad import gradient_of
+from lockstep.guarding.step import GuardOptions
 from lockstep.nn import ParallelState
 
 
@@ -52,3 +55,14 @@ def has_micro_batches(states: Sequence[ParallelState]) -> bool:
         for table in (engine.reducer.table for state in states for engine in state.engines)
         for has_grown, parameter in zip(table.accumulated, table.parameters, strict=False)
     )
+
+
+def fingerprint(
+    models: Iterable[nn.Module], things: Iterable[object], options: GuardOptions, *others: object
+) -> int:
+    """Return a number that guards of the same things, with the same options, have in common."""
+    if not isinstance(options.on_skip, str):
+        options = options._replace(on_skip="drop")
+    shapes = [[p.shape for p in model.parameters()] for model in models]
+    kinds = [type(each).__name__ for each in things]
+    return zlib.crc32(repr([options, shapes, kinds, others]).encode())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from lockstep.comm import bytes_of
 from lockstep.grad import Contents, UnsummedBucket, gradient_of, unsummed_bucket_of
 from lockstep.world import parameters_of
 
@@ -37,21 +39,26 @@ class LocalGradients:
 
     Args:
         measures: Whether their norm is wanted.
+        digests: Whether a digest of their bits is wanted.
 
     Attributes:
         found: What was found.
         filled: What is in these buckets.
     """
 
-    def __init__(self, *, measures: bool = False) -> None:
+    def __init__(self, *, measures: bool = False, digests: bool = False) -> None:
         self.found, self.filled = Found([], []), list[Contents]()
         self._measures, self._squares = measures, 0.0
+        self._digest = blake2b(digest_size=16) if digests else None
 
     def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
         parameters = contents.parameters
+        gradients = contents.gradients if rows is None else rows
         if self._measures:
-            self._squares += _sum_of_squares([contents.gradients if rows is None else rows])
+            self._squares += _sum_of_squares([gradients])
+        if self._digest is not None:
+            self._digest.update(bytes_of(gradients.detach().contiguous()))
         if rows is not None:
             found = self.found.finite if _is_finite(rows) else self.found.nonfinite
             found.extend(parameters)
@@ -63,6 +70,17 @@ class LocalGradients:
         for parameter, view in zip(parameters, contents.memory.views, strict=True):
             found = self.found.finite if _is_finite(view) else self.found.nonfinite
             found.append(parameter)
+
+    def digest_for(self, optimizer: Optimizer) -> str:
+        """Return a digest of the bits of this rank's own gradients in this step, so far.
+
+        Without buckets, as on one rank, of those that ``optimizer`` is to step by.
+        """
+        assert self._digest is not None
+        for parameter in () if self.filled else parameters_of(optimizer):
+            if (gradient := parameter.grad) is not None:
+                self._digest.update(bytes_of(_values(gradient).contiguous()))
+        return self._digest.hexdigest()
 
     def norm_for(self, optimizer: Optimizer, scale: float) -> float:
         """Return the norm of this rank's own gradients since the last call, as if not scaled.

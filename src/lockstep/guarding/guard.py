@@ -60,7 +60,10 @@ def guard(
             skips itself are skipped steps, and keep its new scale.
         on_skip: What follows a skipped step. ``"drop"``: the next one. ``"retry"``: the same again,
             with the same random numbers, for which the body has to be a function:
-            ``guard(...).run(body)``. A function is called with the step, on every rank.
+            ``guard(...).run(body)``. ``"verify"``: the next one, after repeats that tell whether
+            the samples, the rank's device or neither is to blame, ``step.blame.verdict``; with
+            ``guard(...).run(body, *batch)``, as another rank is given the batch. A function is
+            called with the step, on every rank.
         max_consecutive: So many skipped steps in a row raise StepSkipped on every rank.
         undo: Whether to keep copies of parameters and optimizer state, so that a failure in the
             update, or behind it in the body, is undone. Without them it raises on every rank.
@@ -95,8 +98,8 @@ def guard(
         if isinstance(other, Optimizer) or not has_state:
             wanted = "a module, or an object with state_dict() and load_state_dict()"
             raise TypeError(refusal("One of guard()'s others", other, wanted))
-    if not callable(on_skip) and on_skip not in ("drop", "retry"):
-        raise ValueError(refusal("on_skip", on_skip, '"drop", "retry" or a function'))
+    if not callable(on_skip) and on_skip not in ("drop", "retry", "verify"):
+        raise ValueError(refusal("on_skip", on_skip, '"drop", "retry", "verify" or a function'))
     as_whole_number("max_consecutive", max_consecutive, "1 or more", at_least=1)
     check_flag("undo", undo)
     check_flag("trace_nonfinite", trace_nonfinite)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from lockstep.guarding.blame import Blame
 from lockstep.guarding.kept import ValueCopies
 from lockstep.guarding.spikes import Norms
 
-OnSkip = Literal["drop", "retry"] | Callable[["GuardedStep"], object]
+OnSkip = Literal["drop", "retry", "verify"] | Callable[["GuardedStep"], object]
 
 
 class Misused(ModelError):
@@ -41,6 +42,14 @@ class GuardedStep:
         self.blame: Blame | None = None
         self.in_a_row = self.num_skipped = 0
         self.result: Any = None
+
+
+class StepEntry(Enum):
+    """How a guard's step is entered."""
+
+    WITH = "by a with statement, whose body can't be repeated"
+    RUN = "by run(), for the first time or again"
+    REPEAT = "by run(), to be looked at and left out"
 
 
 class GuardOptions(NamedTuple):
@@ -76,6 +85,9 @@ class Common:
         self.look: RemovableHandle | None = None
 
 
+# What the guards of an optimizer count.
+_COUNTS = ("num_steps", "num_skipped", "in_a_row")
+
 # Ranks may be threads.
 _lock = threading.Lock()
 _commons: Any = WeakIdKeyDictionary()
@@ -88,3 +100,19 @@ def common_of(optimizer: Optimizer) -> Common:
         if common is None:
             common = _commons[optimizer] = Common()
         return common
+
+
+def state_of_commons(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return what a guard of ``optimizers`` knows of the steps before, as JSON can keep it."""
+    commons = [*map(common_of, optimizers)]
+    counts = {name: getattr(commons[0], name) for name in _COUNTS}
+    return {**counts, "norms": [common.norms.state() for common in commons]}
+
+
+def load_commons(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+    """Take up what :func:`state_of_commons` has returned."""
+    commons = [*map(common_of, optimizers)]
+    for name in _COUNTS:
+        setattr(commons[0], name, int(state[name]))
+    for common, norms in zip(commons, state["norms"], strict=True):
+        common.norms.load(norms)

@@ -1,0 +1,173 @@
+"""Repeats of a step that was skipped: where it goes wrong, and whether its device is to blame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm import all_gather_json, global_rank
+from lockstep.generators import Generators
+from lockstep.guarding.blame import Blame, Verdict
+from lockstep.guarding.origin import Origin
+from lockstep.values import broadcast
+
+_ADDRESS = re.compile("0x[0-9a-f]+")
+
+
+class Repeatable(Protocol):
+    """A guard, as far as its step can be repeated."""
+
+    group: dist.ProcessGroup | None
+    # What this rank has computed in the last step, if it was whole: a digest of its gradients, or
+    # the exception that it raised.
+    evidence: str | None
+
+    def repeated(self, body: Callable[[], Any], prepare: Callable[[], None]) -> Blame:
+        """Take the step again without its update, after ``prepare()``, and return the blame."""
+
+
+class Work(NamedTuple):
+    """What a rank has to do in a step.
+
+    Attributes:
+        body: The function that takes the step.
+        args: What it is called with, as are ``options``.
+        generators: The generators of random numbers that it may draw from.
+    """
+
+    body: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+    generators: Generators
+
+    def take(self) -> Any:
+        """Take the step."""
+        return self.body(*self.args, **self.options)
+
+
+def in_words(error: Exception) -> str:
+    """Return what is compared of an exception, which is the same where the same goes wrong."""
+    return f"{type(error).__name__}: {_ADDRESS.sub('0x', str(error))}"
+
+
+def traced(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: Work) -> Blame:
+    """Repeat the step, look where values begin not to be finite, and return that, too."""
+    origin = Origin(models)
+    with origin.watching():
+        again = guard.repeated(work.take, lambda: None)
+    if again.kind != "nonfinite":
+        return replace(blame, origin=f"no module again: {again.error}")
+    texts: list[str] = _gathered(guard, origin.text)
+    if again.rank is not None:
+        return replace(blame, origin=texts[_ranks(guard).index(again.rank)])
+    return replace(blame, origin=next(filter(None, texts), ""))
+
+
+def verified(guard: Repeatable, blame: Blame, work: Work) -> Blame:
+    """Repeat the step here, and then each rank's part on the next rank; return what that shows."""
+    first = _gathered(guard, guard.evidence)
+    guard.repeated(work.take, lambda: None)
+    again = _gathered(guard, guard.evidence)
+    culprit = _ranks(guard).index(blame.rank) if blame.rank is not None else None
+    if culprit is None:
+        verdict, reason = judge_sums(first, again)
+    else:
+        moved: list[Any] = []
+        if len(first) > 1 and not _changed(first, again):
+            given, states = _from_the_rank_before(guard, work)
+            guard.repeated(given.take, lambda: work.generators.write(states))
+            moved = _gathered(guard, guard.evidence)
+        verdict, reason = judge(culprit, first, again, moved, _ranks(guard))
+    return replace(blame, verdict=verdict, reason=reason)
+
+
+def judge_sums(first: Sequence[str | None], again: Sequence[str | None]) -> tuple[Verdict, str]:
+    """Return the verdict of a step of which no rank alone is to blame."""
+    if changed := _changed(first, again):
+        return "unreproducible", f"a repeat had other bits on {len(changed)} of the ranks"
+    return "unknown", "no rank alone is to blame; a repeat on the same ranks had the same bits"
+
+
+def judge(
+    culprit: int,
+    first: Sequence[str | None],
+    again: Sequence[str | None],
+    moved: Sequence[str | None],
+    ranks: Sequence[int],
+) -> tuple[Verdict, str]:
+    """Return what is to blame, and why, given what each rank of a group has computed.
+
+    Args:
+        culprit: Who is to blame so far.
+        first: In the step; None where a rank was stopped before it was through.
+        again: In its repeat.
+        moved: In another, in which each had the samples and random numbers of the rank before.
+        ranks: Their numbers in the whole run.
+    """
+    name = ranks[culprit]
+    if changed := _changed(first, again):
+        who = ", ".join(str(ranks[each]) for each in changed)
+        text = f"with the same samples and random numbers, a repeat had other bits on rank {who}"
+        return "unreproducible", text
+    if first[culprit] is None or again[culprit] is None:
+        text = "wasn't repeated whole: it failed in its update, or another rank stopped it"
+        return "unknown", f"what rank {name} did {text}"
+    if not moved:
+        return "unknown", "a repeat had the same bits, and there is no other rank to repeat it on"
+    size = len(ranks)
+    after = (culprit + 1) % size
+    if moved[after] == again[culprit]:
+        return "samples", f"rank {ranks[after]} came to the same with the samples of rank {name}"
+    # One that is stopped hasn't raised: it has come as far as the one that has.
+    fails_alike = moved[culprit] == again[culprit]
+    if moved[after] is None and not fails_alike:
+        return "unknown", f"rank {ranks[after]} was stopped while it repeated rank {name}'s part"
+    parted = [
+        rank
+        for rank in range(size)
+        if culprit not in (rank, (rank + 1) % size)
+        and None not in (again[rank], moved[(rank + 1) % size])
+        and again[rank] != moved[(rank + 1) % size]
+    ]
+    if parted:
+        text = f"the part of rank {ranks[parted[0]]}, too, has other bits on the next rank"
+        return "unreproducible", text
+    told = f"rank {ranks[after]} came to something else with the samples of rank {name}"
+    if fails_alike:
+        return "device", f"{told}, which failed alike with those of rank {ranks[culprit - 1]}"
+    if any(first[rank] is not None for rank in range(size) if rank != culprit):
+        return "device", f"{told}, while repeats on the same ranks had the same bits"
+    return "unknown", f"{told}, but no rank was through with a good part that could be compared"
+
+
+def _changed(first: Sequence[str | None], again: Sequence[str | None]) -> list[int]:
+    pairs = enumerate(zip(first, again, strict=True))
+    return [rank for rank, (a, b) in pairs if None not in (a, b) and a != b]
+
+
+def _from_the_rank_before(guard: Repeatable, work: Work) -> tuple[Work, dict[str, Any]]:
+    """Return what the rank before has to do, and the states of its generators."""
+    group = guard.group
+    assert group is not None
+    own = work.args, dict(work.options), work.generators.read()
+    found = own
+    for source in range(group.size()):
+        theirs = broadcast(own, source, process_group=group)
+        if (source + 1) % group.size() == group.rank():
+            found = theirs
+    args, options, states = found
+    return work._replace(args=tuple(args), options=options), states
+
+
+def _gathered(guard: Repeatable, value: Any) -> list[Any]:
+    return [value] if guard.group is None else all_gather_json(guard.group, value)
+
+
+def _ranks(guard: Repeatable) -> list[int]:
+    group = guard.group
+    return [0] if group is None else [global_rank(group, rank) for rank in range(group.size())]

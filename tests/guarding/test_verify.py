@@ -1,0 +1,177 @@
+"""Repeats of a bad step tell whether samples, a device or neither is to blame."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import ModelError
+from lockstep.guarding.repeats import judge
+from tests.counts import num_examples
+from tests.ranks import run_ranks
+
+Cause = Literal["samples", "device", "unreproducible"]
+How = Literal["nan", "exception", "spike"]
+
+
+class Net(nn.Module):
+    """Goes wrong for some samples, on some rank, or differently each time."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+        numbers = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=numbers)
+        self.is_bad = False  # this rank's device
+        self.how: How = "nan"
+        self.noise: Any = None
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_wrong = self.is_bad or bool((x == 7).any())
+        if is_wrong and self.how == "exception":
+            raise ArithmeticError(f"planted, in {object()}")
+        x = torch.relu(self.first(x))
+        x = x * torch.bernoulli(torch.full(x.shape, 0.7), generator=self.generator)
+        out = self.last(x)
+        if self.noise is not None:
+            out = out * (1 + next(self.noise))
+        return out * ((float("nan") if self.how == "nan" else 1e4) if is_wrong else 1.0)
+
+
+def verdict_of(
+    cause: Cause, how: How, culprit: int, rank: int, group: dist.ProcessGroup | None
+) -> Any:
+    """Take good steps, and one that goes wrong; return what is told of that."""
+    torch.set_num_threads(1)
+    model = lockstep.parallelize(Net(rank), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    guard = lockstep.guard(model, optimizer, on_skip="verify", spike=6.0)
+    data = torch.Generator().manual_seed(rank)
+
+    def body(x: torch.Tensor, *, scale: float) -> None:
+        (model(x).square().mean() * scale).backward()
+        optimizer.step()
+
+    for _ in range(17 if how == "spike" else 2):
+        x = torch.rand(4, 6, generator=data)
+        assert not guard.run(body, x, scale=0.5).skipped
+        optimizer.zero_grad()
+    x, model.how = torch.rand(4, 6, generator=data), how
+    if rank == culprit:
+        model.is_bad = cause == "device"
+        if cause != "device":
+            x[1] = 7.0
+        if cause == "unreproducible":
+            model.noise = itertools.count(1)
+    before = [*map(torch.clone, model.parameters()), model.generator.get_state()]
+    step = guard.run(body, x, scale=0.5)
+    assert step.skipped
+    assert all(map(torch.equal, before, [*model.parameters(), model.generator.get_state()]))
+    assert (step.blame.rank, step.num_skipped, step.in_a_row) == (culprit, 1, 1)
+    return step.blame
+
+
+CASES = [
+    ("samples", "nan"), ("samples", "exception"), ("samples", "spike"),
+    ("device", "nan"), ("device", "exception"), ("device", "spike"), ("unreproducible", "spike"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "how"), CASES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_right_one_is_named(size: int, cause: Cause, how: How) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        blame = verdict_of(cause, how, size - 1, rank, group)
+        assert blame.verdict == cause, blame
+        assert f"; {cause}: " in str(blame)
+
+    run_ranks(size, body, backend="shm" if how == "nan" else "threads")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(num_examples(100, 10)))
+def test_random_causes_are_named(seed: int) -> None:
+    rng = random.Random(seed)
+    size, (cause, how) = rng.choice([2, 3, 4]), rng.choice(CASES)
+    culprit = rng.randrange(size)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        assert verdict_of(cause, how, culprit, rank, group).verdict == cause
+
+    run_ranks(size, body, backend=rng.choice(["shm", "threads"]))
+
+
+def test_one_rank_has_no_other_to_compare_with() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        blame = verdict_of("samples", "nan", 0, rank, group)
+        assert blame.verdict == "unknown"
+        assert "no other rank" in blame.reason
+        assert verdict_of("unreproducible", "spike", 0, rank, group).verdict == "unreproducible"
+
+    run_ranks(1, body, backend="threads")
+
+
+def test_a_failure_of_the_update_is_not_repeated() -> None:
+    class Bad(torch.optim.SGD):
+        is_bad = False
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if self.is_bad:
+                raise ArithmeticError("planted")
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 1), process_group=group)
+        optimizer = Bad(model.parameters(), 0.1)
+        optimizer.is_bad = rank == 1
+
+        def take(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+
+        before = model.weight.detach().clone()
+        step = lockstep.guard(model, optimizer, on_skip="verify").run(take, torch.ones(1, 2))
+        assert (step.blame.rank, step.blame.verdict) == (1, "unknown")
+        assert "failed in its update" in step.blame.reason
+        assert torch.equal(model.weight, before)
+
+    run_ranks(2, body, backend="threads")
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "moved", "verdict"),
+    [
+        # Rank 1 of three is to blame; its part was moved to rank 2.
+        ("abc", "abc", "cab", "samples"),
+        ("abc", "abc", "cax", "device"),
+        ("abc", "axc", "", "unreproducible"),
+        ("abc", "abx", "", "unreproducible"),
+        ("abc", "abc", "xax", "unreproducible"),  # rank 2's part has other bits on rank 0
+        ("abc", "abc", "ca-", "unknown"),
+        ("-b-", "-b-", "-bc", "device"),  # it raised the same with other samples
+        ("-b-", "-b-", "--c", "unknown"),
+        ("a-c", "abc", "cab", "unknown"),
+    ],
+)
+def test_verdicts(first: str, again: str, moved: str, verdict: str) -> None:
+    told = [[None if each == "-" else each for each in text] for text in (first, again, moved)]
+    assert judge(1, *told, ranks=[4, 5, 6])[0] == verdict
+
+
+def test_a_with_can_not_be_verified() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(ModelError, match=r'on_skip="verify" repeats the step'),
+        lockstep.guard(model, optimizer, on_skip="verify"),
+    ):
+        pass
