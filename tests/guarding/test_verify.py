@@ -98,7 +98,7 @@ def test_the_right_one_is_named(size: int, cause: Cause, how: How) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(num_examples(100, 10)))
+@pytest.mark.parametrize("seed", range(num_examples(200, 10)))
 def test_random_causes_are_named(seed: int) -> None:
     rng = random.Random(seed)
     size, (cause, how) = rng.choice([2, 3, 4]), rng.choice(CASES)
