@@ -96,7 +96,7 @@ SHELVES = {
         "data": 2_922,
         "optim": 4_468,
         "checkpoint": 2_905,
-        "resume": 2_455,
+        "resume": 2_505,
         "guarding": 2_210,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,

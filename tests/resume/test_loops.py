@@ -334,6 +334,24 @@ def test_checkpoints_come_by_time_too_and_the_last_ones_and_the_best_are_kept(
     assert weight == 4
 
 
+def test_parameters_that_are_not_finite_replace_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False).fill_(float("-inf"))  # a mask, which isn't trained
+    steps = lockstep.steps(6, tmp_path, save_every=1, keep=2, model=model)
+    for number in steps:
+        with torch.no_grad():
+            model.weight[0, 1] = float("nan") if number >= 3 else number
+        steps.best(0.5 - number)
+    assert names_in(tmp_path) == ["000002", "000003", "best"]
+    assert "trained parameters aren't finite, model.weight first" in caplog.text
+    for folder in (tmp_path, tmp_path / "best"):
+        lockstep.load(folder, model=model)
+        assert model.weight[0, 1] == 2
+    assert next(iter(lockstep.steps(6, tmp_path, model=model))) == 3, "it goes on from there"
+
+
 def test_modes_and_frozen_parameters_come_back_unless_the_program_was_edited(
     tmp_path: Path,
 ) -> None:

@@ -10,6 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from lockstep.checkpoint import OfRank, Ranks, background_of, load, open_newest, save
 from lockstep.deadline import Deadline
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, SaveFailed
@@ -70,16 +74,40 @@ class Checkpoints:
             if waits:
                 background_of(self._ranks.group).finish_on(self._ranks)
             return
-        group, things = self._ranks.group_or_none, self._with(state, loader_state)
-        save(self.path, keep=self._keep, async_=not waits, process_group=group, **things)
         self._saved_step = step
         self._wait_anew()
+        if self._are_spoiled(step):
+            if waits:
+                background_of(self._ranks.group).finish_on(self._ranks)
+            return
+        group, things = self._ranks.group_or_none, self._with(state, loader_state)
+        save(self.path, keep=self._keep, async_=not waits, process_group=group, **things)
 
     def save_best(self, state: dict[str, Any], loader_state: Any) -> None:
         """Save the best state so far in a folder of its own. Every rank calls it; it blocks."""
+        if self._are_spoiled(state["step"]):
+            return
         group = self._ranks.group_or_none
         things = self._with(state, loader_state)
         save(self.path / "best", keep=1, process_group=group, **things)
+
+    def _are_spoiled(self, step: int) -> bool:
+        """Whether parameters aren't finite, which is told: a good checkpoint has to stay.
+
+        Every rank calls it; it blocks.
+        """
+        by_rank = self._ranks.gather(None, nonfinite_parameters(self._things))
+        names: list[str] = next(filter(None, by_rank), [])
+        if names and self._ranks.rank == 0:
+            _log.warning(
+                "After step %d %d trained parameters aren't finite, %s first. No checkpoint is "
+                "written of that: those in %s stay.",
+                step,
+                len(names),
+                names[0],
+                self.path,
+            )
+        return bool(names)
 
     def _with(self, state: dict[str, Any], loader_state: Any) -> dict[str, Any]:
         """Return all that is saved. Every rank calls it; it blocks."""
@@ -167,6 +195,26 @@ class Checkpoints:
         steps = [step_of(self.path / each) for each in numbers] if self._ranks.rank == 0 else []
         found: list[int] = self._ranks.gather(None, steps)[0]
         return found
+
+
+def nonfinite_parameters(things: Mapping[str, Any]) -> list[str]:
+    """Return the names of trained parameters of modules that have NaN or infinity."""
+    named = [
+        (f"{thing}.{name}", parameter.detach())
+        for thing, module in things.items()
+        if isinstance(module, nn.Module)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not is_lazy(parameter)
+        if parameter.layout is torch.strided
+    ]
+    # One wait for each device, not for each parameter.
+    flags = [(name, parameter.isfinite().all()) for name, parameter in named]
+    found: list[str] = []
+    for device in dict.fromkeys(flag.device for _, flag in flags):
+        names = [name for name, flag in flags if flag.device == device]
+        are_finite = torch.stack([flag for _, flag in flags if flag.device == device]).tolist()
+        found += [name for name, is_finite in zip(names, are_finite, strict=True) if not is_finite]
+    return found
 
 
 def step_of(path: Path) -> int:
