@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, StepSkipped
 from lockstep.guarding.repeats import judge
 from tests.counts import num_examples
 from tests.ranks import run_ranks
 
 Cause = Literal["samples", "device", "unreproducible"]
-How = Literal["nan", "exception", "spike"]
+How = Literal["nan", "exception", "spike", "good"]
 
 
 class Net(nn.Module):
@@ -44,7 +44,8 @@ class Net(nn.Module):
         out = self.last(x)
         if self.noise is not None:
             out = out * (1 + next(self.noise))
-        return out * ((float("nan") if self.how == "nan" else 1e4) if is_wrong else 1.0)
+        factors = {"nan": float("nan"), "spike": 1e4, "good": 1.0}
+        return out * (factors[self.how] if is_wrong else 1.0)
 
 
 def verdict_of(
@@ -175,3 +176,90 @@ def test_a_with_can_not_be_verified() -> None:
         lockstep.guard(model, optimizer, on_skip="verify"),
     ):
         pass
+
+
+@pytest.mark.parametrize("shard", [None, lockstep.shard_optimizer], ids=["plain", "sharded"])
+@pytest.mark.parametrize(("size", "culprit"), [(2, 1), (3, 0), (4, 2)])
+def test_a_device_that_computes_wrong_gradients_is_found(
+    size: int, culprit: int, shard: Any
+) -> None:
+    """They are finite and of a usual size: no rank would notice."""
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        torch.set_num_threads(1)
+        model = lockstep.parallelize(Net(rank), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        if shard is not None:
+            shard(optimizer)
+        guard = lockstep.guard(model, optimizer, verify_every=4, max_consecutive=3)
+        data = torch.Generator().manual_seed(rank)
+        calls: list[int] = []
+
+        def take(x: torch.Tensor) -> None:
+            calls.append(1)
+            (model(x).square().mean() * (1.001 if model.is_bad else 1)).backward()
+            optimizer.step()
+
+        skipped = []
+        for _ in range(6):
+            step = guard.run(take, torch.rand(4, 6, generator=data))
+            optimizer.zero_grad()
+            assert not step.skipped
+        assert len(calls) == 6 + 2
+        model.is_bad = rank == culprit
+        model.how = "good"
+        with pytest.raises(StepSkipped, match="3 guarded steps in a row") as raised:  # noqa: PT012
+            for _ in range(14):
+                before = model.first.weight.detach().clone()
+                step = guard.run(take, torch.rand(4, 6, generator=data))
+                optimizer.zero_grad()
+                skipped.append(step.skipped)
+                assert torch.equal(before, model.first.weight) == step.skipped
+        assert skipped == [False, True, True], "then each step is compared"
+        blame = raised.value.blame
+        assert (blame.kind, blame.verdict, blame.step) == ("wrong", "device", 9)
+        assert blame.rank == (None if size == 2 else culprit)
+
+    run_ranks(size, body, backend="threads")
+
+
+def test_models_that_are_not_reproducible_accuse_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(Net(rank), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        if rank == 1:
+            model.noise = itertools.count(1)
+        guard = lockstep.guard(model, optimizer, verify_every=2)
+
+        def take(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(6):
+            assert not guard.run(take, torch.rand(4, 6)).skipped
+            optimizer.zero_grad()
+
+    run_ranks(3, body, backend="threads")
+    assert caplog.text.count("verify_every is over") == 3
+    assert "a repeat had other bits on rank 1" in caplog.text
+
+
+def test_a_function_is_told_what_repeats_have_shown() -> None:
+    told = []
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(2, 1), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def take(x: torch.Tensor) -> None:
+            (model(x).sum() * float("nan")).backward()
+            optimizer.step()
+
+        def note(step: Any) -> None:
+            told.append(step.blame.origin)
+
+        guard = lockstep.guard(model, optimizer, on_skip=note, trace_nonfinite=True)
+        guard.run(take, torch.ones(1, 2))
+
+    run_ranks(2, body, backend="threads")
+    assert told == ["behind 'the model' (Linear), as in the loss"] * 2

@@ -9,10 +9,12 @@ from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from lockstep.errors import CollectiveFailed, StepSkipped
+from lockstep.guarding.finite import Found
 
-Kind = Literal["exception", "memory", "nonfinite", "spike"]
+Kind = Literal["exception", "memory", "nonfinite", "spike", "wrong"]
 Verdict = Literal["samples", "device", "unreproducible", "unknown"]
 # How torch's allocators begin the errors that are plain RuntimeErrors.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "can't allocate memory")
@@ -43,7 +45,8 @@ class Blame:
         step: The number of the guarded step, from 0.
         kind: ``"exception"``; ``"memory"``, if an allocation failed; ``"nonfinite"``, if gradients
             have NaN or infinity; ``"spike"``, if the rank's gradients are larger than
-            ``guard(spike=)`` lets them be.
+            ``guard(spike=)`` lets them be; ``"wrong"``, if ``guard(verify_every=)`` has found that
+            another rank computes others of the same samples.
         error: What happened, in one line.
         traceback: The traceback of the exception on that rank, as text.
         parameter: Of the parameters in ``nonfinite`` the one whose gradient was computed first.
@@ -83,6 +86,25 @@ def blame_of(error: Exception, rank: int, step: int) -> Blame:
     lines = traceback.format_exception_only(error)
     text = "".join(traceback.format_exception(error))
     return Blame(rank, step, kind, lines[0].strip(), text)
+
+
+def blame_of_gradients(found: Found, models: Sequence[nn.Module], rank: int, step: int) -> Blame:
+    """Return the blame of ``rank``, some of whose gradients aren't finite."""
+    names = {
+        id(parameter): name if len(models) == 1 else f"models[{number}].{name}"
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+    nonfinite, finite = (
+        tuple(names.get(id(p), f"a parameter of shape {[*p.shape]}") for p in each)
+        for each in found[:2]
+    )
+    error = f"gradients aren't finite: of {len(nonfinite)} of its parameters"
+    error += f", first of {nonfinite[0]!r}" if nonfinite else ""
+    first = next(iter(nonfinite), None)
+    return Blame(
+        rank, step, "nonfinite", error, parameter=first, nonfinite=nonfinite, finite=finite
+    )
 
 
 def _is_of_memory(error: Exception) -> bool:

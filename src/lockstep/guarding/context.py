@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from lockstep.guarding.blame import (
     FailureFacts,
     StepOutcome,
     blame_of,
+    blame_of_gradients,
     is_caused_elsewhere,
     release,
     to_blame,
@@ -44,7 +46,7 @@ from lockstep.guarding.blame import (
 from lockstep.guarding.entry import check_group, fingerprint, group_of, has_micro_batches
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
-from lockstep.guarding.repeats import Work, in_words, traced, verified
+from lockstep.guarding.repeats import Work, compared, in_words, traced, verified
 from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
 from lockstep.guarding.step import (
     Common,
@@ -56,7 +58,7 @@ from lockstep.guarding.step import (
     load_commons,
     state_of_commons,
 )
-from lockstep.guarding.update import check_update, is_nested, skips_itself
+from lockstep.guarding.update import check_update, is_nested, is_skipped_by, skips_itself
 from lockstep.nn import finish_failed, note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
 from lockstep.world import parameters_of
@@ -121,14 +123,31 @@ class Guard:
                 "forward, backward and update into one, so that it can be called again."
             )
         self._entry = StepEntry.RUN
+        common = self._common = common_of(self._optimizers[0])
+        work = Work(body, args, options, common.generators)
         while True:
+            if self._options.verify_every and common.is_to_compare(self._options.verify_every):
+                blame = compared(self, work, common.num_steps)
+                common.note_compared(blame)
+                if blame is not None and blame.verdict == "device":
+                    return self._left_out(blame)
             with self as step:
-                step.result = body(*args, **options)
+                step.result = work.take()
             if step.blame is not None:
-                work = Work(body, args, options, self._common.generators)
                 step.blame = self._examined(step.blame, work)
+                if callable(self._options.on_skip):
+                    self._options.on_skip(step)
             if not step.skipped or self._options.on_skip != "retry":
                 return step
+
+    def _left_out(self, blame: Blame) -> GuardedStep:
+        """Skip the step that comes next because of what repeats of it have shown."""
+        self._step = GuardedStep(self._common.num_steps)
+        self._common.num_steps += 1
+        self._skip(FailureFacts(StepOutcome.TO_BLAME, blame), [], None)
+        if callable(self._options.on_skip):
+            self._options.on_skip(self._step)
+        return self._step
 
     def _examined(self, blame: Blame, work: Work) -> Blame:
         """Repeat the step, as far as that is asked for, and return what is known then."""
@@ -181,7 +200,7 @@ class Guard:
         self._scales = [scaler.get_scale() for scaler in self._scalers]
         self._local = LocalGradients(
             measures=self._options.spike is not None,
-            digests=self._options.on_skip == "verify",
+            digests=self._options.on_skip == "verify" or self._options.verify_every is not None,
         )
         for engine in self._engines:
             engine.reducer.inspect = self._local
@@ -198,6 +217,8 @@ class Guard:
                 "forward, backward and update, of all models and optimizers that step together."
             )
         repeats = "trace_nonfinite=True" if self._options.traces else ""
+        if self._options.verify_every is not None:
+            repeats = f"verify_every={self._options.verify_every}"
         if self._options.on_skip in ("retry", "verify"):
             repeats = f'on_skip="{self._options.on_skip}"'
         if repeats and self._entry is StepEntry.WITH:
@@ -234,7 +255,7 @@ class Guard:
             self._found = found
         number = self._optimizers.index(optimizer)
         operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
-        if self._options.on_skip == "verify":
+        if self._local.digests:
             self.evidence = self._local.digest_for(optimizer)
         deviations, facts = self._options.spike, [int(is_bad)]
         if deviations is not None:
@@ -326,7 +347,7 @@ class Guard:
     def _told(self, error: Exception | None, around: BaseException | None) -> FailureFacts:
         """Return what this rank tells of its step."""
         has_updated = bool(self._stepped)
-        is_of_scaler = self._is_skipped_by_scaler()
+        is_of_scaler = is_skipped_by(self._scalers, self._scales, self._optimizers)
         if error is None and not has_updated and not is_of_scaler:
             error = Misused(
                 "The body of a guard has ended without a step of its optimizer. It is around "
@@ -366,41 +387,12 @@ class Guard:
             has_updated=bool(self._stepped),
         )
 
-    def _is_skipped_by_scaler(self) -> bool:
-        """Whether a GradScaler has skipped the update, or let the optimizer skip it."""
-        pairs = zip(self._scalers, self._scales, strict=True)
-        is_lower = any(scaler.get_scale() < before for scaler, before in pairs)
-        found = (
-            flag
-            for scaler in self._scalers
-            for optimizer in self._optimizers
-            for flag in scaler._found_inf_per_device(optimizer).values()
-        )
-        return is_lower or any(bool(flag) for flag in found)
-
     def _told_of_gradients(self, *, is_of_scaler: bool) -> FailureFacts:
         local = self._local.found
         found = local if local.nonfinite or self._found is None else self._found
-        names = {
-            id(parameter): name if len(self._models) == 1 else f"models[{number}].{name}"
-            for number, model in enumerate(self._models)
-            for name, parameter in model.named_parameters()
-        }
-        nonfinite, finite = (
-            tuple(names.get(id(p), f"a parameter of shape {[*p.shape]}") for p in each)
-            for each in found[:2]
-        )
-        text = f"gradients aren't finite: of {len(nonfinite)} of its parameters"
-        text += f", first of {nonfinite[0]!r}" if nonfinite else ""
-        blame = Blame(
-            self._rank,
-            self._step.number,
-            "nonfinite",
-            text + (" (times the loss scale)" if is_of_scaler else ""),
-            parameter=next(iter(nonfinite), None),
-            nonfinite=nonfinite,
-            finite=finite,
-        )
+        blame = blame_of_gradients(found, self._models, self._rank, self._step.number)
+        if is_of_scaler:
+            blame = replace(blame, error=f"{blame.error} (times the loss scale)")
         return FailureFacts(
             StepOutcome.TO_BLAME,
             blame,
@@ -495,5 +487,5 @@ class Guard:
             skipped.blame = blame
             raise skipped from error
         step.skipped, step.blame = True, blame
-        if callable(self._options.on_skip):
-            self._options.on_skip(step)
+        if callable(self._options.on_skip) and self._entry is StepEntry.WITH:
+            self._options.on_skip(step)  # else when all is known

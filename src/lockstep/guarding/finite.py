@@ -44,12 +44,14 @@ class LocalGradients:
     Attributes:
         found: What was found.
         filled: What is in these buckets.
+        digests: As given.
     """
 
     def __init__(self, *, measures: bool = False, digests: bool = False) -> None:
         self.found, self.filled = Found([], []), list[Contents]()
         self._measures, self._squares = measures, 0.0
-        self._digest = blake2b(digest_size=16) if digests else None
+        self.digests = digests
+        self._digest = blake2b(digest_size=16)
 
     def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
@@ -57,7 +59,7 @@ class LocalGradients:
         gradients = contents.gradients if rows is None else rows
         if self._measures:
             self._squares += _sum_of_squares([gradients])
-        if self._digest is not None:
+        if self.digests:
             self._digest.update(bytes_of(gradients.detach().contiguous()))
         if rows is not None:
             found = self.found.finite if _is_finite(rows) else self.found.nonfinite
@@ -76,7 +78,6 @@ class LocalGradients:
 
         Without buckets, as on one rank, of those that ``optimizer`` is to step by.
         """
-        assert self._digest is not None
         for parameter in () if self.filled else parameters_of(optimizer):
             if (gradient := parameter.grad) is not None:
                 self._digest.update(bytes_of(_values(gradient).contiguous()))

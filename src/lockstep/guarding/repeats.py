@@ -79,11 +79,36 @@ def verified(guard: Repeatable, blame: Blame, work: Work) -> Blame:
     else:
         moved: list[Any] = []
         if len(first) > 1 and not _changed(first, again):
-            given, states = _from_the_rank_before(guard, work)
-            guard.repeated(given.take, lambda: work.generators.write(states))
-            moved = _gathered(guard, guard.evidence)
+            moved = _moved(guard, work)
         verdict, reason = judge(culprit, first, again, moved, _ranks(guard))
     return replace(blame, verdict=verdict, reason=reason)
+
+
+def compared(guard: Repeatable, work: Work, step: int) -> Blame | None:
+    """Compare what each rank computes with what the next one computes of the same.
+
+    Returns:
+        Who is to blame, if they aren't the same; None, too, if the step fails anyhow.
+    """
+    if guard.group is None or guard.group.size() == 1:
+        return None
+    guard.repeated(work.take, lambda: None)
+    first, ranks = _gathered(guard, guard.evidence), _ranks(guard)
+    moved, size = _moved(guard, work), len(ranks)
+    parted = [rank for rank in range(size) if _differ(first[rank], moved[(rank + 1) % size])]
+    if not parted:
+        return None
+    guard.repeated(work.take, lambda: None)
+    if changed := _changed(first, _gathered(guard, guard.evidence)):
+        reason = f"a repeat had other bits on rank {ranks[changed[0]]}"
+        return Blame(None, step, "wrong", "gradients", verdict="unreproducible", reason=reason)
+    # A device that computes something else does so with its own part and with the one moved to it.
+    suspects = [rank for rank in parted if (rank - 1) % size in parted]
+    rank = ranks[suspects[0]] if len(suspects) == 1 else None
+    pairs = ", ".join(f"{ranks[each]} and {ranks[(each + 1) % size]}" for each in parted)
+    error = f"of the same samples and random numbers, these ranks compute other gradients: {pairs}"
+    reason = "repeats on the same ranks had the same bits"
+    return Blame(rank, step, "wrong", error, verdict="device", reason=reason)
 
 
 def judge_sums(first: Sequence[str | None], again: Sequence[str | None]) -> tuple[Verdict, str]:
@@ -131,8 +156,7 @@ def judge(
         rank
         for rank in range(size)
         if culprit not in (rank, (rank + 1) % size)
-        and None not in (again[rank], moved[(rank + 1) % size])
-        and again[rank] != moved[(rank + 1) % size]
+        and _differ(again[rank], moved[(rank + 1) % size])
     ]
     if parted:
         text = f"the part of rank {ranks[parted[0]]}, too, has other bits on the next rank"
@@ -147,7 +171,18 @@ def judge(
 
 def _changed(first: Sequence[str | None], again: Sequence[str | None]) -> list[int]:
     pairs = enumerate(zip(first, again, strict=True))
-    return [rank for rank, (a, b) in pairs if None not in (a, b) and a != b]
+    return [rank for rank, (a, b) in pairs if _differ(a, b)]
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and one != other
+
+
+def _moved(guard: Repeatable, work: Work) -> list[Any]:
+    """Repeat each rank's part on the next rank; return what came of it, by that rank."""
+    given, states = _from_the_rank_before(guard, work)
+    guard.repeated(given.take, lambda: work.generators.write(states))
+    return _gathered(guard, guard.evidence)
 
 
 def _from_the_rank_before(guard: Repeatable, work: Work) -> tuple[Work, dict[str, Any]]:

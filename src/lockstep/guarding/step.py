@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -61,6 +62,7 @@ class GuardOptions(NamedTuple):
         undoes: Whether an update can be undone.
         spike: How many deviations the norm of a rank's gradients may be above that of others.
         traces: Whether a step with gradients that aren't finite is repeated, to see where.
+        verify_every: After so many steps the next one is repeated on other ranks before.
     """
 
     on_skip: OnSkip
@@ -68,6 +70,7 @@ class GuardOptions(NamedTuple):
     undoes: bool
     spike: float | None
     traces: bool
+    verify_every: int | None
 
 
 class Common:
@@ -77,13 +80,29 @@ class Common:
 
     Attributes:
         look: The hook that compares replicas after some of its steps, if there is one.
+        compares_next: Whether the ranks' devices had other bits, when they were compared last.
+        is_reproducible: Whether repeats had the same bits so far.
     """
 
     def __init__(self) -> None:
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.copies, self.generators, self.norms = ValueCopies(), Generators(), Norms()
         self.look: RemovableHandle | None = None
+        self.compares_next, self.is_reproducible = False, True
 
+    def note_compared(self, blame: Blame | None) -> None:
+        """Note what repeats of a step on other ranks have shown."""
+        self.compares_next = blame is not None
+        if blame is not None and blame.verdict == "unreproducible":
+            self.is_reproducible = False
+            _log.warning("verify_every is over, as nothing can be told by it: %s", blame.reason)
+
+    def is_to_compare(self, every: int) -> bool:
+        """Whether the next step is to be repeated before, on other ranks, too."""
+        return self.is_reproducible and (self.compares_next or (self.num_steps + 1) % every == 0)
+
+
+_log = logging.getLogger("lockstep")
 
 # What the guards of an optimizer count.
 _COUNTS = ("num_steps", "num_skipped", "in_a_row")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.guarding.step import Misused
@@ -53,3 +54,18 @@ def is_nested(optimizer: Optimizer) -> bool:
         if frame.f_code is _STEP_CODE:
             calls += frame.f_locals.get("self") is optimizer
     return calls > 1
+
+
+def is_skipped_by(
+    scalers: Sequence[GradScaler], scales: Sequence[float], optimizers: Iterable[Optimizer]
+) -> bool:
+    """Whether a GradScaler, of these ``scales`` before, has skipped an update or lets it be."""
+    pairs = zip(scalers, scales, strict=True)
+    is_lower = any(scaler.get_scale() < before for scaler, before in pairs)
+    found = (
+        flag
+        for optimizer in optimizers
+        for scaler in scalers
+        for flag in scaler._found_inf_per_device(optimizer).values()
+    )
+    return is_lower or any(bool(flag) for flag in found)
