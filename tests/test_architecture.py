@@ -82,7 +82,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_429,
-        "world": 2_870,
+        "world": 2_881,
         "grad": 3_542,
         "nn": 8_833,
         "launcher": 6_610,

@@ -258,6 +258,33 @@ def test_interface_that_does_not_fit_is_told(bench: Bench, interface: str) -> No
             assert said in err
 
 
+@pytest.mark.parametrize("on_both", [True, False])
+def test_interface_from_which_the_others_are_not_reached_is_told(
+    bench: Bench, on_both: bool
+) -> None:
+    """By its name, with those that there are; where it isn't asked for, nothing is said."""
+    with hosts_of_a_network(2) as hosts:
+        for host in range(2):
+            enter = [*hosts.on(host), "ip"]
+            pair = ["link", "add", "apart", "type", "veth", "peer", "name", "end"]
+            subprocess.run([*enter, *pair], check=True)
+            address = f"192.168.{host}.1/24"
+            subprocess.run([*enter, "addr", "add", address, "dev", "apart"], check=True)
+            for end in ("apart", "end"):
+                subprocess.run([*enter, "link", "set", end, "up"], check=True)
+        asked = {"GLOO_SOCKET_IFNAME": "apart"}
+        environs = (asked if on_both else {}, asked)
+        ended = run_on(bench, hosts, f"{hosts.address(0)}:29500", environs=environs)
+    name = socket.gethostname()
+    for status, _, err in ended:
+        assert status == 1
+        assert f"host 0 ({name}) doesn't reach host 1 ({name}) at 192.168.1.1 (" in err
+        assert f"Host 1 ({name}) has GLOO_SOCKET_IFNAME=apart, of lo (127.0.0.1), cable (" in err
+        assert (f"Host 0 ({name}) has GLOO_SOCKET_IFNAME" in err) == on_both
+        # It is reached, only not there.
+        assert (f"host 1 ({name}) doesn't reach host 0 ({name})" in err) == on_both
+
+
 def test_surplus_host_is_told_and_the_others_go_on(bench: Bench) -> None:
     with hosts_of_a_network(3) as hosts:
         text = f"{TOTAL}\n    import time; time.sleep(8)\n"

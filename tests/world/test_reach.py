@@ -56,6 +56,11 @@ def test_what_is_not_reached_is_told() -> None:
         "host 1 (b) doesn't reach host 0 (a) at fd00::1 (its own address too); "
         "host 0 (a) doesn't reach host 1 (b) at fd00::2 (No route to host)"
     )
+    # What is reached elsewhere isn't told beside what isn't reached at all.
+    ways = [[NO, {"10.0.0.2": "lost", "fd00::2": "lost"}], [{"10.0.0.1": ""}, NO]]
+    assert _missing(["a", "b"], [A, B], ways) == (
+        "host 0 (a) doesn't reach host 1 (b) at 10.0.0.2 (lost) or fd00::2 (lost)"
+    )
     assert "host 1 (b) has no address" in _missing(["a", "b"], [A, [[]]], [[NO, NO], [NO, NO]])
 
 

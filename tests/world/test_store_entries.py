@@ -20,7 +20,7 @@ from tests.counts import NUM_MUTATIONS
 from tests.fuzzing import read_crafted, read_mutated
 
 NETWORK = ["a0b1 4026531840", "10.0.0.1"]
-OFFER = ["first", [[["10.0.0.1", 4000], ["fd00::1", 4001]]], ["127.0.0.1", "10.0.0.1"]]
+OFFER = ["first", [[["10.0.0.1", 4000], ["fd00::1", 4001]]], ["127.0.0.1", "10.0.0.1"], "eth0"]
 WAYS = [{}, {"10.0.0.2": "Connection refused", "fd00::2": ""}]
 DEVICE = ["cpu", True, "", ""]
 
@@ -35,10 +35,10 @@ def read_offer(entry: bytes) -> None:
     """And what is made of it: who doesn't reach whom, and where."""
     found: list[Any] = []
     read_note(lambda note: found.append(reach._read_offer(note)), entry)
-    for name, offers, _ in found:
+    for name, offers, _, asked in found:
         ways = [[{}, {address: "" for each in offers for address, _ in each}]] * 2
         reach._choice([offers, offers], ways)
-        assert name.isprintable()
+        assert (name + asked).isprintable()
         assert reach._missing([name, name], [offers, offers], ways).isprintable()
 
 

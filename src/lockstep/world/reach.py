@@ -27,7 +27,7 @@ from lockstep.world.network import address_towards, addresses, answering, is_ipv
 from lockstep.world.rendezvous import roll_call
 
 _TRY_SECONDS = 5.0  # a packet that is lost is sent again after 1 second, and after 3
-_MOST_TOLD = 4
+_MOST_TOLD, _MOST_TOLD_HERE = 4, 16
 _MOST_ADDRESSES = 256  # of a host; each takes a descriptor for a while
 _SAME = "its own address too"
 
@@ -107,7 +107,8 @@ class HostsOfRun:
             is_leader = self._place.rank == self._leader
             listeners = [list(_listen(each, stack)) for each in found] if is_leader else []
             listening = [[each.getsockname()[:2] for each in those] for those in listeners]
-            offer = socket.gethostname(), listening, [*addresses()]
+            asked = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}, of {_there()}" * bool(interfaces)
+            offer = socket.gethostname(), listening, [*addresses()], asked
             notes = self._tell("addresses", offer, _read_offer)
             names = [notes[leader][0] for leader in self._leaders]
             offers: list[_Offers] = [notes[leader][1] for leader in self._leaders]
@@ -128,10 +129,15 @@ class HostsOfRun:
             known = {address for note in notes for address in note[2]}
             sources = self._tell("sources", _sources(listeners), _read_texts)
             came = {each for told in sources for each in told}
+        limits = [
+            f" Host {host} ({names[host]}) has {notes[leader][3]}."
+            for host, leader in enumerate(self._leaders)
+            if notes[leader][3]
+        ]
         raise RendezvousFailed(
-            f"The hosts don't reach each other: {_missing(names, offers, ways)}. Gloo and NCCL "
-            "connect them both ways, at their own addresses and ports that the kernel chooses. "
-            f"{_advice(came - known)}"
+            f"The hosts don't reach each other: {_missing(names, offers, ways)}.{''.join(limits)} "
+            "Gloo and NCCL connect them both ways, at their own addresses and ports that the "
+            f"kernel chooses. {_advice(came - known)}"
         )
 
     def _on(self, interface: str | None) -> list[str]:
@@ -139,16 +145,22 @@ class HostsOfRun:
         local = addresses()
         found = [address for address in local if interface in (None, local[address])]
         if interface is not None and not found:
-            there = ", ".join(f"{name} ({address})" for address, name in local.items())
             raise InitError(
                 f"GLOO_SOCKET_IFNAME names {interface!r}, but host {socket.gethostname()} has no "
-                f"such network interface with an address. It has {there or 'none'}. Name one of "
-                "them, or leave the variable out."
+                f"such network interface with an address. It has {_there()}. Name one of them, or "
+                "leave the variable out."
             )
         first = self._towards_others
         if first is not None and (interface is None or first in found):
             found.insert(0, first)
         return [address for address in dict.fromkeys(found) if not is_local(address)]
+
+
+def _there() -> str:
+    """The network interfaces of this host, with their addresses."""
+    found = [f"{name} ({address})" for address, name in addresses().items()]
+    more = [f"and {len(found) - _MOST_TOLD_HERE} more"] if len(found) > _MOST_TOLD_HERE else []
+    return ", ".join(found[:_MOST_TOLD_HERE] + more) or "none"
 
 
 def _read_texts(note: Any) -> list[str]:
@@ -160,12 +172,12 @@ def _read_network(note: Any) -> tuple[str, str | None]:
     return str(network), None if towards is None else _numeric(towards)
 
 
-def _read_offer(note: Any) -> tuple[str, _Offers, list[str]]:
-    name, listening, known = note
+def _read_offer(note: Any) -> tuple[str, _Offers, list[str], str]:
+    name, listening, known, asked = note
     offers = [[(_numeric(address), int(port) % 65536) for address, port in e] for e in listening]
     if sum(map(len, offers)) > _MOST_ADDRESSES:
         raise ValueError("no host has so many addresses")
-    return printable(str(name)), offers, _read_texts(known)
+    return printable(str(name)), offers, _read_texts(known), printable(str(asked))
 
 
 def _read_ways(num_hosts: int, note: Any) -> list[dict[str, str]]:
@@ -246,7 +258,7 @@ def _missing(
     names: Sequence[str], offers: Sequence[_Offers], ways: Sequence[Sequence[Mapping[str, str]]]
 ) -> str:
     """Who doesn't reach whom, where and why."""
-    told = []
+    told, in_part = [], list[str]()
     for host, name in enumerate(names):
         offered = [address for each in offers[host] for address, _ in each]
         if not offered:
@@ -254,10 +266,11 @@ def _missing(
         for other, theirs in enumerate(ways):
             of_host = theirs[host]
             if other != host and (lost := [a for a in offered if of_host.get(a, _SAME)]):
-                told.append(
+                (told if len(lost) == len(offered) else in_part).append(
                     f"host {other} ({names[other]}) doesn't reach host {host} ({name}) at "
                     + " or ".join(f"{a} ({of_host.get(a, _SAME)})" for a in lost)
                 )
+    told = told or in_part  # what hosts reach at another address may not be why
     more = f", and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
     return "; ".join(told[:_MOST_TOLD]) + more
 
