@@ -8,12 +8,14 @@
 #SBATCH --time=01:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share the host have others
 
-srun lockstep run --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$first:$port" \
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    lockstep run --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-endpoint "$first:$port" \
     -n "${RANKS_PER_NODE:-8}" --grace 110 examples/image_classifier.py --folder "run-$SLURM_JOB_ID"
 code=$?
 if [ $code -eq 75 ]; then

@@ -171,8 +171,10 @@ def test_image_classifier_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again == first[-1:]
 
 
-# Instead of SLURM's: two hosts that are one.
+# Instead of SLURM's: two hosts that are one. SLURM's own doesn't take the cores from the job.
 FAKE_SRUN = """#!/bin/bash
+[ "$1" = --cpus-per-task=2 ] || exit 3
+shift
 "$@" & first=$!
 "$@"; second=$?
 wait $first && exit $second
@@ -191,6 +193,7 @@ def test_the_job_for_slurm_starts_two_hosts(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_CPUS_PER_TASK": "2",
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
@@ -203,6 +206,18 @@ def test_the_job_for_slurm_starts_two_hosts(tmp_path: Path) -> None:
     assert len(re.findall("test accuracy", job.stdout)) == 1
     assert (tmp_path / f"run-{os.getpid()}" / "best").is_dir()
     assert not (tmp_path / "requeued").exists()
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit 75\n")
+    job = subprocess.run(command, env=environment, timeout=100)
+    assert job.returncode == 75
+    assert (tmp_path / "requeued").exists()
+
+
+def test_jobs_that_are_queued_again_keep_their_output() -> None:
+    """SLURM begins the file anew without that."""
+    pages = [EXAMPLES / "slurm_job.sh", *(EXAMPLES.parent / "docs").glob("*.md")]
+    texts = [text for page in pages if "#SBATCH --requeue" in (text := page.read_text())]
+    assert len(texts) == 2
+    assert all("--open-mode=append" in text for text in texts)
 
 
 def test_examples_are_short_and_listed() -> None:

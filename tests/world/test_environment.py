@@ -33,6 +33,29 @@ SLURM = {
     "SLURM_JOB_ID": "42", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
     "SLURM_STEP_NODELIST": "gpu[003-005,9],login",
 }  # fmt: skip
+# As SLURM 22.05.8 sets them: 'srun -N 2 -n 4', on its second host.
+SRUN = {
+    "SLURM_CPUS_ON_NODE": "1", "SLURM_GTIDS": "3", "SLURM_JOBID": "1", "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NODELIST": "n[1-2]", "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEPID": "0", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_TASKS_PER_NODE": "3,1",
+}  # fmt: skip
+# The script of 'sbatch --nodes=2 --ntasks-per-node=2'.
+SBATCH = {
+    "SLURM_GTIDS": "0", "SLURM_JOB_ID": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NODELIST": "n[1-2]", "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+# The shell of 'salloc -N 2 -n 4' on a host of the job (use_interactive_step), a step of one task.
+SALLOC = {
+    "SLURM_JOB_ID": "5", "SLURM_LOCALID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEPID": "4294967290",
+    "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+}  # fmt: skip
 
 
 RUN = Placement(Starter.LOCKSTEP, 1, 2, 1, 2, ("127.0.0.1", 4321), "abc", agent_hosts_store=True)
@@ -94,6 +117,16 @@ def test_slurm_on_several_hosts() -> None:
     assert 20_000 <= port < 30_000
     assert port == detect(SLURM | {"SLURM_PROCID": "0"}).master[1], "the same on every rank"
     assert port != detect(SLURM | {"SLURM_STEP_ID": "1"}).master[1], "another for another step"
+
+
+def test_slurm_as_it_is() -> None:
+    place = detect(SRUN)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 0, 1)
+    assert place.master is not None
+    assert place.master[0] == "n1"
+    assert detect(SBATCH).starter is Starter.NOTHING
+    shell = detect(SALLOC)
+    assert (shell.rank, shell.world_size, shell.local_rank, shell.on_one_host) == (0, 1, 0, True)
 
 
 def test_slurm_on_one_host_needs_no_port() -> None:
