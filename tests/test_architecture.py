@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_335,
+        "observe": 6_390,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

@@ -189,6 +189,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.autograd.profiler": {
         "_is_profiler_enabled": "whether to make spans ranges of torch.profiler",
     },
+    "torch.autograd.profiler.profile": {
+        "_prepare_trace": "to end our recording of operators where the program begins its own",
+    },
     "torch.utils.data._utils.worker": {
         "_worker_info": "what get_worker_info() returns",
     },

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, profiler
 from torch.autograd import DeviceType
 
 from lockstep.errors import TraceError
@@ -29,6 +30,12 @@ def event(name: str, start: float, stop: float, own: float = 0, device: str = "C
         self_cpu_time_total=own,
         device_type=getattr(DeviceType, device),
     )
+
+
+OWN_PROFILER = (
+    "--trace-operators records no more operators: the program uses torch's profiler itself. The "
+    "trace has all else. Training goes on."
+)
 
 
 def test_operators_are_of_the_phase_in_which_they_begin() -> None:
@@ -102,6 +109,58 @@ def test_operators_of_a_program_are_recorded_and_read(
     assert rows["backward", "aten::mm"] >= 3
     assert not any(name.startswith(("lockstep", "Optimizer")) for _, name in rows)
     assert not capfd.readouterr().err  # of what torch's profiler says by itself
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "num_put"), [(1, 9, 0), (2, 3, 0), (4, 9, 1), (4, 4, 1), (8, 9, 1)]
+)
+@pytest.mark.parametrize("is_warmed_up", [False, True])
+def test_a_profiler_of_the_programs_own_has_what_it_asks_for(
+    first: int, last: int, num_put: int, is_warmed_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one in a process: ours ends, or doesn't begin, and says so."""
+    warmed_up = profiler.schedule(wait=0, warmup=1, active=last - first + 1, repeat=1)
+    own = profiler.profile(schedule=warmed_up if is_warmed_up else None, acc_events=True)
+    put, step = list[dict[str, Any]](), -1
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with recording_operators(0, lambda: step, put.append):
+        for step in range(12):
+            if step == first - is_warmed_up:
+                own.start()
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            if is_warmed_up and first - 1 <= step <= last:
+                own.step()
+            elif step == last:
+                own.stop()
+    names = [event.name for event in own.events() or ()]
+    assert names.count("aten::addmm") == last - first + 1
+    begun = first - is_warmed_up
+    assert len(put) == (num_put if begun > 2 else 0)
+    told = [record.message for record in caplog.records]
+    assert told == [OWN_PROFILER] * (begun <= 5)
+
+
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_profiler_that_fails_ends_no_training(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any) -> None:
+        if method == "stop":
+            stop(self)
+        raise RuntimeError("no room for events")
+
+    stop = profiler.profile.stop
+    monkeypatch.setattr(profiler.profile, method, fail)
+    optimizer, now = torch.optim.SGD([torch.ones(1)], lr=0.01), SimpleNamespace(step=0)
+    with recording_operators(0, partial(getattr, now, "step"), fail):
+        for now.step in range(8):
+            optimizer.step()
+    assert [record.message for record in caplog.records] == [
+        "--trace-operators records no more operators: no room for events. The trace has all else. "
+        "Training goes on."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _row_of(manifest: Manifest, name: str) -> list[str]:
     if kind == "value":
         told = f"{value.num_bytes:,} bytes of JSON"
         if value.num_bytes <= _MOST_SHOWN_BYTES:
-            told = reprlib.repr(manifest.parse(decode, value.read(), TensorName))
+            told = manifest.parse(lambda: reprlib.repr(decode(value.read(), TensorName)))
     return [excerpt(name), kind, told]
 
 

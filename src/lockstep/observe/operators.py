@@ -19,6 +19,7 @@ from torch.autograd import DeviceType, profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile
 
+from lockstep.observe.faults import give_up
 from lockstep.observe.quantities import in_three_digits
 from lockstep.observe.records import RankSpans
 from lockstep.observe.sections import Section
@@ -27,6 +28,7 @@ from lockstep.world import quiet_profiler
 _SKIPPED, _NUM_STEPS = 2, 3  # before, and recorded
 _MOST, _MOST_SHOWN, _MOST_COLUMNS = 24, 8, 8  # operators of a phase, and ranks
 _MOST_NAME = 120
+_GIVEN_UP, _LOST = "--trace-operators records no more operators", "The trace has all else."
 _KERNEL = "kernel"
 _PHASES = ("forward", "backward", "optimizer", "data", _KERNEL)
 # Ranges that contain operators, by the beginnings of their names.
@@ -58,33 +60,91 @@ def recording_operators(
         step: Tells the number of the step that the program is in.
         put: Takes the facts that were found.
     """
-    begin, running = first + _SKIPPED, list[profile]()
+    recording = _Recording(first + _SKIPPED, step, put)
+    handle = register_optimizer_step_post_hook(recording.after_step)
+    try:
+        with _before_each_profiler(recording.give_way):
+            yield
+    finally:
+        handle.remove()
+        recording.end()
 
-    def after_step(*_: object) -> None:
-        if step() == begin and not running and not profiler._is_profiler_enabled:
-            # On CPUs alone, all that it says is that it begins and ends.
-            has_devices = torch.accelerator.is_available()
+
+class _Recording:
+    """The recording from the step ``begin``, unless the program has a profiler of its own.
+
+    A process has one profiler: where the program's begins, this one ends.
+    """
+
+    def __init__(
+        self, begin: int, step: Callable[[], int], put: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._begin, self._step, self._put = begin, step, put
+        self._running: profile | None = None
+        self._is_over = self._is_starting = False
+
+    def after_step(self, *_: object) -> None:
+        """Begin or end, if it is time to."""
+        if self._step() == self._begin and not self._is_over and self._running is None:
+            if profiler._is_profiler_enabled:
+                self.give_way()
+            else:
+                self._start()
+        elif self._step() == self._begin + _NUM_STEPS:
+            self.end()
+
+    def _start(self) -> None:
+        # On CPUs alone, all that it says is that it begins and ends.
+        has_devices = torch.accelerator.is_available()
+        self._running, self._is_starting = profile(acc_events=True), True
+        try:
             with nullcontext() if has_devices else quiet_profiler(os.environ):
-                running.append(profile(acc_events=True))
-                running[0].start()
-        elif step() == begin + _NUM_STEPS:
-            end()
+                self._running.start()
+        except RuntimeError as error:
+            self._running, self._is_over = None, True
+            give_up(_GIVEN_UP, error, _LOST)
+        self._is_starting = False
 
-    def end() -> None:
-        if not running:
+    def give_way(self) -> None:
+        """End, or don't begin, as the program uses a profiler."""
+        if not (self._is_over or self._is_starting):
+            self.end()
+            give_up(_GIVEN_UP, RuntimeError("the program uses torch's profiler itself"), _LOST)
+
+    def end(self) -> None:
+        """Tell what was recorded, and record no more."""
+        found, self._running = self._running, None
+        self._is_over = True
+        if found is None:
             return
-        found = running.pop()
-        found.stop()
-        if num_steps := min(_NUM_STEPS, step() - begin):
+        try:
+            found.stop()
             rows = [*operators_of(found.events() or ())]
-            put({"operators": rows, "first": begin, "profiled": num_steps})
+        except RuntimeError as error:
+            give_up(_GIVEN_UP, error, _LOST)
+            return
+        if num_steps := min(_NUM_STEPS, self._step() - self._begin):
+            self._put({"operators": rows, "first": self._begin, "profiled": num_steps})
 
-    handle = register_optimizer_step_post_hook(after_step)
+
+@contextmanager
+def _before_each_profiler(call: Callable[[], None]) -> Iterator[None]:
+    """Call something whenever a profiler of torch's is about to be prepared.
+
+    One that is prepared is as if it ran: with another, neither has what it records.
+    """
+    of_all: Any = profiler.profile
+    prepare = of_all._prepare_trace
+
+    def called_before(self: Any) -> None:
+        call()
+        prepare(self)
+
+    of_all._prepare_trace = called_before
     try:
         yield
     finally:
-        handle.remove()
-        end()
+        of_all._prepare_trace = prepare
 
 
 def operators_of(events: Iterable[Any]) -> Iterator[Operator]:

@@ -221,7 +221,7 @@ def step_of(path: Path) -> int:
     """Return how many steps the newest checkpoint has, -1 if there is none that is whole."""
     try:
         manifest = open_newest(path)
-        tree = manifest.facts["things"][STATE]["tree"]
-        return int(manifest.parse(decode, tree, manifest.read)["step"])
-    except (CheckpointError, KeyError):
+        things, read = manifest.facts["things"], manifest.read
+        return int(manifest.parse(lambda: int(decode(things[STATE]["tree"], read)["step"])))
+    except CheckpointError:
         return -1
