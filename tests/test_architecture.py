@@ -52,7 +52,7 @@ LAYERS = {
     "checkpoint": 8,
     "values": 8,
     "integrations": 8,
-    "guarding": 9,
+    "guarding": 2_440,
     "resume": 9,
     # Commands.
     "bench": 10,
@@ -97,7 +97,7 @@ SHELVES = {
         "optim": 4_468,
         "checkpoint": 2_905,
         "resume": 2_505,
-        "guarding": 2_300,
+        "guarding": 2_440,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
         "values": BUDGET_OF_A_MODULE,

@@ -84,7 +84,7 @@ def trained(group: dist.ProcessGroup | None, rank: int, name: str, where: str) -
         model.get_submodule(name).where = where
     x = torch.randn(3, 4, generator=numbers)
     if is_here and where == "input":
-        x[1, 2] = float("inf")
+        x[1, 2] = float("nan")
 
     def body() -> None:
         if is_here and where == "parameter":
@@ -156,3 +156,52 @@ def test_a_with_can_not_be_repeated() -> None:
         lockstep.guard(model, optimizer, trace_nonfinite=True),
     ):
         pass
+
+
+def test_a_mask_of_infinity_is_not_where_nan_began() -> None:
+    class Mask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.masked_fill(torch.eye(4, dtype=torch.bool), float("-inf"))
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.mask, self.bad = nn.Linear(4, 4), Mask(), Bad()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.bad(self.mask(self.layer(x)).softmax(1))
+
+    model = lockstep.parallelize(Attention())
+    model.bad.where = "backward"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def body() -> None:
+        model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+
+    step = lockstep.guard(model, optimizer, trace_nonfinite=True).run(body)
+    assert step.blame.origin.startswith("in the backward of 'bad' (Bad); infinity was first in the")
+
+
+def test_outputs_that_are_not_found_accuse_no_module() -> None:
+    class Out:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> Out:
+            return Out(self.layer(x))
+
+    model = lockstep.parallelize(Model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def body() -> None:
+        (model(torch.ones(1, 2)).value.sum() * float("nan")).backward()
+        optimizer.step()
+
+    step = lockstep.guard(model, optimizer, trace_nonfinite=True).run(body)
+    assert step.blame.origin == "behind 'the model' (Model), as in the loss"

@@ -348,3 +348,31 @@ def test_steps_are_those_of_an_optimizer() -> None:
         lockstep.check_replicas(net, every=2)
     with pytest.raises(ValueError, match="every"):
         lockstep.check_replicas(net, torch.optim.SGD(net.parameters()), every=-1)
+
+
+def test_a_step_that_is_undone_does_not_count() -> None:
+    """Whatever hooks have run on each rank: else ranks would compare behind different steps."""
+
+    class Bad(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
+            if self.fails:
+                raise ArithmeticError("planted")
+            super().step(closure)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(4, 2), process_group=group)
+        optimizer = Bad(model.parameters(), 0.1)
+        lockstep.check_replicas(model, optimizer, every=3)
+        skipped = []
+        for number in range(8):
+            optimizer.fails = number == 1 and rank == 1
+            with lockstep.guard(model, optimizer) as step:
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(step.skipped)
+        assert [n for n, is_skipped in enumerate(skipped) if is_skipped] == [1]
+
+    run_ranks(2, body, backend="threads")

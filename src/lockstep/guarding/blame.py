@@ -15,7 +15,7 @@ from lockstep.errors import CollectiveFailed, StepSkipped
 from lockstep.guarding.finite import Found
 
 Kind = Literal["exception", "memory", "nonfinite", "spike", "wrong"]
-Verdict = Literal["samples", "device", "unreproducible", "unknown"]
+Verdict = Literal["samples", "device", "rank", "unreproducible", "unknown"]
 # How torch's allocators begin the errors that are plain RuntimeErrors.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "out of memory", "can't allocate memory")
 
@@ -55,8 +55,8 @@ class Blame:
         finite: The names of the parameters with a finite gradient, which bracket the layer.
         origin: With ``guard(trace_nonfinite=True)``: in which module values began not to be finite,
             such as ``"in the forward of 'layers.3' (Attention)"``; "" if it isn't known.
-        verdict: With ``guard(on_skip="verify")``: ``"samples"``, ``"device"``, ``"unreproducible"``
-            or ``"unknown"``.
+        verdict: With ``guard(on_skip="verify")``: ``"samples"``, ``"device"``, ``"rank"``,
+            ``"unreproducible"`` or ``"unknown"``.
         reason: What repeats of the step have shown, in words.
     """
 

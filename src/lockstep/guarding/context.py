@@ -43,10 +43,10 @@ from lockstep.guarding.blame import (
     release,
     to_blame,
 )
-from lockstep.guarding.entry import check_group, fingerprint, group_of, has_micro_batches
+from lockstep.guarding.entry import check_batch, check_group, check_repeats, fingerprint, group_of
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
-from lockstep.guarding.repeats import Work, compared, in_words, traced, verified
+from lockstep.guarding.repeats import Work, compared, in_words, traced, verified, versions_in
 from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
 from lockstep.guarding.step import (
     Common,
@@ -67,6 +67,7 @@ _log = logging.getLogger("lockstep")
 
 # How often ranks go on to meet though others called something else meanwhile.
 _MOST_MEETINGS = 16
+_FINITE = "a repeat of the step, with the same random numbers, was finite"
 
 
 class _CurrentGuard(threading.local):
@@ -122,15 +123,23 @@ class Guard:
                 f"run() takes a function that takes the step, and got a {type(body).__name__}. Put "
                 "forward, backward and update into one, so that it can be called again."
             )
+        check_batch(self._options, args, options)
         self._entry = StepEntry.RUN
         common = self._common = common_of(self._optimizers[0])
-        work = Work(body, args, options, common.generators)
+        work = Work(body, args, options, common.generators, versions_in(args, options))
+        try:
+            return self._taken(work)
+        finally:
+            self._entry = StepEntry.WITH
+
+    def _taken(self, work: Work) -> GuardedStep:
+        common = self._common
         while True:
             if self._options.verify_every and common.is_to_compare(self._options.verify_every):
-                blame = compared(self, work, common.num_steps)
-                common.note_compared(blame)
-                if blame is not None and blame.verdict == "device":
+                blame = compared(self, self._models, work, common.num_steps)
+                if blame is not None and common.is_to_leave_out(blame):
                     return self._left_out(blame)
+                common.note_alike(blame)
             with self as step:
                 step.result = work.take()
             if step.blame is not None:
@@ -154,9 +163,11 @@ class Guard:
         # That a GradScaler's scale is too large is no fault.
         if blame.kind == "nonfinite" and any(s.get_scale() > 1 for s in self._scalers):
             return blame
+        if self._options.on_skip == "verify":
+            blame = verified(self, self._models, blame, work)
         if self._options.traces and blame.kind == "nonfinite":
             blame = traced(self, self._models, blame, work)
-        return verified(self, blame, work) if self._options.on_skip == "verify" else blame
+        return blame
 
     def repeated(self, body: Callable[[], Any], prepare: Callable[[], None]) -> Blame:
         """Take the step again without its update, after ``prepare()``, and return the blame."""
@@ -189,6 +200,8 @@ class Guard:
         self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
         self._norms, self._spike, self.evidence = [], None, None
+        for each in map(common_of, self._optimizers):
+            each.num_updates_before = each.num_updates
         self._kept = StateBefore(
             self._models,
             self._optimizers,
@@ -216,22 +229,7 @@ class Guard:
                 "A guard is entered in another guard. One guard is around one step: around its "
                 "forward, backward and update, of all models and optimizers that step together."
             )
-        repeats = "trace_nonfinite=True" if self._options.traces else ""
-        if self._options.verify_every is not None:
-            repeats = f"verify_every={self._options.verify_every}"
-        if self._options.on_skip in ("retry", "verify"):
-            repeats = f'on_skip="{self._options.on_skip}"'
-        if repeats and self._entry is StepEntry.WITH:
-            raise ModelError(
-                f'{repeats} repeats the step, which a "with" can\'t. Put its body into a '
-                "function, and call guard(...).run(body)."
-            )
-        if repeats and has_micro_batches(self._states):
-            raise ModelError(
-                f"{repeats} repeats a step of which micro-batches were accumulated before the "
-                "guard, and would repeat it without them. Put all micro-batches of the step into "
-                "the function that is given to run()."
-            )
+        check_repeats(self._options, self._states, is_with=self._entry is StepEntry.WITH)
         if self.group is not None:
             check_group(self.group, self._states)
 
@@ -256,7 +254,7 @@ class Guard:
         number = self._optimizers.index(optimizer)
         operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
         if self._local.digests:
-            self.evidence = self._local.digest_for(optimizer)
+            self.evidence = self._local.digest(p for m in self._models for p in m.parameters())
         deviations, facts = self._options.spike, [int(is_bad)]
         if deviations is not None:
             norm = self._local.norm_for(optimizer, math.prod(self._scales))
@@ -271,8 +269,10 @@ class Guard:
             if self._spike is not None:
                 raise StepSkipped("The gradients of a guarded step are too large.")
             self._norms.append((norms, local_norms))
-        if self._entry is StepEntry.REPEAT:
-            raise StepSkipped("a repeat of the step, with the same random numbers, was finite")
+        # Before the last update: what follows an earlier one depends on that.
+        is_last = len(self._stepped) + 1 == len(self._optimizers)
+        if is_last and self._entry is StepEntry.REPEAT:
+            raise StepSkipped(_FINITE)
         self._stepped.append(optimizer)
 
     @uncompiled
@@ -308,6 +308,8 @@ class Guard:
             return False
         if isinstance(error, PeerLost | CollectiveTimeout | GroupClosed | ReplicasDiffer):
             return False  # there is nobody to agree with, or nothing to go on from
+        if error is None and self._entry is StepEntry.REPEAT:
+            error = StepSkipped(_FINITE)  # not all optimizers have stepped
         told = self._told(error, around)
         facts = self._meet(told)
         self._common.num_steps += self._entry is not StepEntry.REPEAT
@@ -322,13 +324,14 @@ class Guard:
         if self.group is not None:
             by_rank = [*map(FailureFacts.decoded, all_gather_json(self.group, told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
-        self._undo(keeps_scale=guilty.is_of_scaler)
+        is_repeat = self._entry is StepEntry.REPEAT
+        self._undo(keeps_scale=guilty.is_of_scaler and not is_repeat)
         if not are_same:
             raise ModelError(
                 "The ranks' guards differ, in models, optimizers, or options. Every rank guards "
                 "the same step in the same way. The step was not applied."
             ) from error
-        if self._entry is not StepEntry.REPEAT:
+        if not is_repeat:
             self._skip(guilty, by_rank, error)
         self._step.skipped, self._step.blame = True, guilty.blame
         release(error, around)
@@ -370,7 +373,9 @@ class Guard:
         elif is_caused_elsewhere(error, around):
             outcome = StepOutcome.CAUSED_ELSEWHERE
         else:
-            self.evidence = None if self._stepped else in_words(error)
+            is_through = len(self._stepped) == len(self._optimizers)
+            compares = self._local.digests and not is_through
+            self.evidence = in_words(error) if compares else None
         blame = blame_of(error, self._rank, self._step.number)
         return FailureFacts(outcome, blame, has_updated=has_updated)
 
@@ -432,6 +437,8 @@ class Guard:
         try:
             assert self._kept is not None
             self._kept.put_back(keeps_scale=keeps_scale)
+            for each in map(common_of, self._optimizers):
+                each.num_updates = each.num_updates_before
             self._drop_gradients()
         except Exception as caught:
             error = caught

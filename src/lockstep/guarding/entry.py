@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,37 @@ def check_group(group: dist.ProcessGroup, states: Iterable[ParallelState]) -> No
         )
 
 
-def has_micro_batches(states: Sequence[ParallelState]) -> bool:
+def check_repeats(options: GuardOptions, states: Sequence[ParallelState], *, is_with: bool) -> None:
+    """Raise if steps are to be repeated that can't be, as in a with statement."""
+    repeats = "trace_nonfinite=True" if options.traces else ""
+    if options.verify_every is not None:
+        repeats = f"verify_every={options.verify_every}"
+    if options.on_skip in ("retry", "verify"):
+        repeats = f'on_skip="{options.on_skip}"'
+    if repeats and is_with:
+        raise ModelError(
+            f'{repeats} repeats the step, which a "with" can\'t. Put its body into a '
+            "function, and call guard(...).run(body)."
+        )
+    if repeats and _has_micro_batches(states):
+        raise ModelError(
+            f"{repeats} repeats a step of which micro-batches were accumulated before the "
+            "guard, and would repeat it without them. Put all micro-batches of the step into "
+            "the function that is given to run()."
+        )
+
+
+def check_batch(options: GuardOptions, *batch: Sized) -> None:
+    """Raise if a step is to be repeated on another rank, and ``run()`` was given no batch."""
+    if any(batch) or (options.on_skip != "verify" and options.verify_every is None):
+        return
+    raise ModelError(
+        'on_skip="verify" and verify_every= give the batch of a rank to another one: write the '
+        "body as a function of it, and call guard(...).run(body, *batch)."
+    )
+
+
+def _has_micro_batches(states: Sequence[ParallelState]) -> bool:
     """Whether there are gradients of this rank that were accumulated before, unreduced."""
     if any(state.has_batch() for state in states):
         return True

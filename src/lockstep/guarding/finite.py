@@ -51,7 +51,7 @@ class LocalGradients:
         self.found, self.filled = Found([], []), list[Contents]()
         self._measures, self._squares = measures, 0.0
         self.digests = digests
-        self._digest = blake2b(digest_size=16)
+        self._by_parameter: dict[int, bytes] = {}
 
     def __call__(self, contents: Contents, rows: torch.Tensor | None = None) -> None:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
@@ -60,7 +60,9 @@ class LocalGradients:
         if self._measures:
             self._squares += _sum_of_squares([gradients])
         if self.digests:
-            self._digest.update(bytes_of(gradients.detach().contiguous()))
+            views = contents.memory.views if rows is None else [rows]
+            for parameter, view in zip(parameters, views, strict=True):
+                self._by_parameter[id(parameter)] = _digest_of(view)
         if rows is not None:
             found = self.found.finite if _is_finite(rows) else self.found.nonfinite
             found.extend(parameters)
@@ -73,15 +75,22 @@ class LocalGradients:
             found = self.found.finite if _is_finite(view) else self.found.nonfinite
             found.append(parameter)
 
-    def digest_for(self, optimizer: Optimizer) -> str:
-        """Return a digest of the bits of this rank's own gradients in this step, so far.
+    def digest(self, parameters: Iterable[torch.Tensor]) -> str | None:
+        """Return a digest of the bits of this rank's own gradients of ``parameters``, so far.
 
-        Without buckets, as on one rank, of those that ``optimizer`` is to step by.
+        Without buckets, as on one rank, of ``parameter.grad``. None if some are sparse, of which
+        the rank's own are gone. In this order: that of the buckets changes after a first backward.
         """
-        for parameter in () if self.filled else parameters_of(optimizer):
-            if (gradient := parameter.grad) is not None:
-                self._digest.update(bytes_of(_values(gradient).contiguous()))
-        return self._digest.hexdigest()
+        whole = blake2b(digest_size=16)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                return None
+            if id(parameter) in self._by_parameter:
+                whole.update(self._by_parameter[id(parameter)])
+            elif gradient is not None and not self.filled:
+                whole.update(_digest_of(gradient))
+        return whole.hexdigest()
 
     def norm_for(self, optimizer: Optimizer, scale: float) -> float:
         """Return the norm of this rank's own gradients since the last call, as if not scaled.
@@ -94,6 +103,10 @@ class LocalGradients:
         gradients = [g for p in parameters_of(optimizer) if (g := p.grad) is not None]
         left = getattr(optimizer, "grad_scale", None)  # of a fused one, which unscales by itself
         return math.sqrt(_sum_of_squares(gradients)) / (1.0 if left is None else float(left))
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    return blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=16).digest()
 
 
 def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) -> Found:

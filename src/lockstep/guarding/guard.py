@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.arguments import as_finite_number, as_whole_number, check_flag, check_type, refusal
@@ -112,5 +113,15 @@ def guard(
         spike = as_finite_number("spike", spike, "a number of deviations, 0 or more, or None", 0)
     if verify_every is not None:
         as_whole_number("verify_every", verify_every, "1 or more, or None", at_least=1)
+    repeats = trace_nonfinite or on_skip == "verify" or verify_every is not None
+    if repeats and not undo and len(optimizers) > 1:
+        raise ValueError(
+            "guard() repeats steps of several optimizers with their updates but the last, which "
+            "have to be undone then: leave out undo=False."
+        )
+    if spike is not None and sum(isinstance(each, GradScaler) for each in others) > 1:
+        raise ValueError(
+            "guard(spike=) knows which loss a GradScaler has scaled only if there is one alone."
+        )
     options = GuardOptions(on_skip, max_consecutive, undo, spike, trace_nonfinite, verify_every)
     return Guard(models, optimizers, others, options)

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.torch_private import tree_leaves, tree_map_only
+from lockstep.torch_private import tree_leaves
 
 
 class Origin:
     """Looks at what goes into modules and what comes out, forward and backward, in one step."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._first: Callable[[], str] | None = None  # tells where it began
+        # They tell where NaN began, and infinity, which a mask may have with good reason.
+        self._first: Callable[[], str] | None = None
+        self._infinite: Callable[[], str] | None = None
         self._names = {
-            module: f"{prefix}{name}" or "the model"
+            module: f"{prefix}{name}".rstrip(".") or "the model"
             for number, model in enumerate(models)
             for prefix in [f"models[{number}]." if len(models) > 1 else ""]
             for name, module in model.named_modules()
@@ -31,17 +33,21 @@ class Origin:
     @property
     def text(self) -> str:
         """Where the first value came from that isn't finite; "" if none was seen."""
-        return "" if self._first is None else self._first()
+        if self._first is None:
+            return "" if self._infinite is None else self._infinite()
+        if self._infinite is None or (before := self._infinite()) == self._first():
+            return self._first()
+        return f"{self._first()}; infinity was first {before}"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look, within, at each call of a module."""
-        for module in self._names:
-            self._handles += [
-                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
         try:
+            for module in self._names:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
             yield
         finally:
             for handle in self._handles:
@@ -58,7 +64,11 @@ class Origin:
             self._handles.append(parameter.register_hook(look))
         call.take(_tensors_in((args, options)), [*module.parameters(recurse=False)])
         # What several modules take gets the sum of their gradients; each is to show its own.
-        return tree_map_only(torch.Tensor, call.apart, (args, options))
+        # Not those in lists and dicts, which the module may change for others to see.
+        return (
+            tuple(map(call.apart, args)),
+            {name: call.apart(value) for name, value in options.items()},
+        )
 
     def _only_if_used_once(
         self, parameter: torch.Tensor, look: Callable[[torch.Tensor], None]
@@ -68,9 +78,12 @@ class Origin:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop().give(_tensors_in(output))
 
-    def note(self, tell: Callable[[], str]) -> None:
-        """Note who can tell where a value comes from that isn't finite, if it is the first."""
-        self._first = self._first or tell
+    def note(self, tell: Callable[[], str], values: Sequence[torch.Tensor]) -> None:
+        """Note who can tell where the first ``values`` come from that aren't finite."""
+        if any(bool(value.detach().isnan().any()) for value in values if _is_plain(value)):
+            self._first = self._first or tell
+        elif self._first is None:
+            self._infinite = self._infinite or tell
 
 
 class _WatchedCall:
@@ -79,16 +92,19 @@ class _WatchedCall:
     def __init__(self, origin: Origin, what: str, outer: _WatchedCall | None) -> None:
         self._origin, self._what, self._outer = origin, what, outer
         self._took_finite = self._is_finite_behind = True
+        self._has_outputs = False  # that were found, and have gradients
 
     def take(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         """Look at what the module is called with, and at its parameters."""
         self._took_finite = _are_finite(values)
         if not _are_finite(parameters):
-            self._origin.note(lambda: f"in the parameters of {self._what}")
+            self._origin.note(lambda: f"in the parameters of {self._what}", parameters)
 
-    def apart(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value`` as a tensor whose gradient is of this call alone."""
-        if not (value.requires_grad and torch.is_grad_enabled() and _is_plain(value)):
+    def apart(self, value: Any) -> Any:
+        """Return ``value``, if it is a tensor, as one whose gradient is of this call alone."""
+        if not (isinstance(value, torch.Tensor) and value.requires_grad and _is_plain(value)):
+            return value
+        if not torch.is_grad_enabled():
             return value
         alone = value.view_as(value)
         alone.register_hook(self.look_at)
@@ -99,29 +115,31 @@ class _WatchedCall:
         if not _are_finite(values):
             # Such as a mask of -inf, which need not be why.
             given = "" if self._took_finite else ", which was given values that aren't finite"
-            self._origin.note(lambda: f"in the forward of {self._what}{given}")
+            self._origin.note(lambda: f"in the forward of {self._what}{given}", values)
         for value in values:
             if value.requires_grad:
+                self._has_outputs = True
                 value.register_hook(self._look_behind)
 
     def _look_behind(self, gradient: torch.Tensor) -> None:
         if not _are_finite([gradient]):
             self._is_finite_behind = False
-            self._origin.note(self._behind)
+            self._origin.note(self._behind, [gradient])
 
     def _behind(self) -> str:
         """Tell in which module's own code it was, behind this one; known when all is computed."""
         outermost: _WatchedCall = self
         while (outer := outermost._outer) is not None:
-            if outer._is_finite_behind:
+            if outer._is_finite_behind and outer._has_outputs:
                 return f"in the backward of {outer._what}"
             outermost = outer
         return f"behind {outermost._what}, as in the loss"
 
     def look_at(self, gradient: torch.Tensor) -> None:
         """Look at a gradient that the module's backward has computed."""
-        if self._is_finite_behind and not _are_finite([gradient]):
-            self._origin.note(lambda: f"in the backward of {self._what}")
+        is_seen = self._is_finite_behind and self._has_outputs
+        if is_seen and not _are_finite([gradient]):
+            self._origin.note(lambda: f"in the backward of {self._what}", [gradient])
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

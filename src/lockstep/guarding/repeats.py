@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import all_gather_json, global_rank
+from lockstep.errors import CollectiveMismatch, ReplicasDiffer
 from lockstep.generators import Generators
 from lockstep.guarding.blame import Blame, Verdict
 from lockstep.guarding.origin import Origin
+from lockstep.guarding.replicas import check_replicas
+from lockstep.torch_private import tree_leaves
 from lockstep.values import broadcast
 
-_ADDRESS = re.compile("0x[0-9a-f]+")
+_RAISED = "raised "
+_IN_PLACE = "the body changes its batch in place, so it can't be repeated"
 
 
 class Repeatable(Protocol):
@@ -38,25 +43,40 @@ class Work(NamedTuple):
         body: The function that takes the step.
         args: What it is called with, as are ``options``.
         generators: The generators of random numbers that it may draw from.
+        versions: How often the tensors among these were changed, before.
     """
 
     body: Callable[..., Any]
     args: tuple[Any, ...]
     options: Mapping[str, Any]
     generators: Generators
+    versions: Sequence[int]
+
+    def is_changed(self) -> bool:
+        """Whether the body has changed what it is called with."""
+        return versions_in(self.args, self.options) != self.versions
 
     def take(self) -> Any:
         """Take the step."""
         return self.body(*self.args, **self.options)
 
 
+def versions_in(*values: Any) -> list[int]:
+    """Return how often each tensor in ``values`` was changed in place."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
 def in_words(error: Exception) -> str:
-    """Return what is compared of an exception, which is the same where the same goes wrong."""
-    return f"{type(error).__name__}: {_ADDRESS.sub('0x', str(error))}"
+    """Return what is compared of an exception: its class and line, as words may have numbers."""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    return f"{_RAISED}{type(error).__qualname__} at {frame.f_code.co_filename}:{line}"
 
 
 def traced(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: Work) -> Blame:
     """Repeat the step, look where values begin not to be finite, and return that, too."""
+    if any(_gathered(guard, work.is_changed())):
+        return replace(blame, origin=f"no module that is known: {_IN_PLACE}")
     origin = Origin(models)
     with origin.watching():
         again = guard.repeated(work.take, lambda: None)
@@ -68,8 +88,10 @@ def traced(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: W
     return replace(blame, origin=next(filter(None, texts), ""))
 
 
-def verified(guard: Repeatable, blame: Blame, work: Work) -> Blame:
+def verified(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: Work) -> Blame:
     """Repeat the step here, and then each rank's part on the next rank; return what that shows."""
+    if any(_gathered(guard, work.is_changed())):
+        return replace(blame, verdict="unknown", reason=_IN_PLACE)
     first = _gathered(guard, guard.evidence)
     guard.repeated(work.take, lambda: None)
     again = _gathered(guard, guard.evidence)
@@ -77,14 +99,28 @@ def verified(guard: Repeatable, blame: Blame, work: Work) -> Blame:
     if culprit is None:
         verdict, reason = judge_sums(first, again)
     else:
-        moved: list[Any] = []
+        moved: list[Any] | None = []
         if len(first) > 1 and not _changed(first, again):
             moved = _moved(guard, work)
+        if moved is None:
+            reason = "the batch can't be handed to another rank: broadcast() refuses it"
+            return replace(blame, verdict="unknown", reason=reason)
         verdict, reason = judge(culprit, first, again, moved, _ranks(guard))
-    return replace(blame, verdict=verdict, reason=reason)
+    return _unless_replicas_differ(models, replace(blame, verdict=verdict, reason=reason))
 
 
-def compared(guard: Repeatable, work: Work, step: int) -> Blame | None:
+def _unless_replicas_differ(models: Sequence[nn.Module], blame: Blame) -> Blame:
+    """Return ``blame``, which accuses no device if the model isn't the same on all ranks."""
+    try:
+        for model in models if blame.verdict == "device" else ():
+            check_replicas(model)
+    except ReplicasDiffer as error:
+        reason = f"the ranks don't have the same model: {error.differences[0]}"
+        return replace(blame, verdict="rank", reason=reason)
+    return blame
+
+
+def compared(guard: Repeatable, models: Sequence[nn.Module], work: Work, step: int) -> Blame | None:
     """Compare what each rank computes with what the next one computes of the same.
 
     Returns:
@@ -94,7 +130,7 @@ def compared(guard: Repeatable, work: Work, step: int) -> Blame | None:
         return None
     guard.repeated(work.take, lambda: None)
     first, ranks = _gathered(guard, guard.evidence), _ranks(guard)
-    moved, size = _moved(guard, work), len(ranks)
+    moved, size = _moved(guard, work) or first, len(ranks)
     parted = [rank for rank in range(size) if _differ(first[rank], moved[(rank + 1) % size])]
     if not parted:
         return None
@@ -104,11 +140,13 @@ def compared(guard: Repeatable, work: Work, step: int) -> Blame | None:
         return Blame(None, step, "wrong", "gradients", verdict="unreproducible", reason=reason)
     # A device that computes something else does so with its own part and with the one moved to it.
     suspects = [rank for rank in parted if (rank - 1) % size in parted]
-    rank = ranks[suspects[0]] if len(suspects) == 1 else None
+    rank = ranks[suspects[0]] if len(suspects) == 1 and size > 2 else None
     pairs = ", ".join(f"{ranks[each]} and {ranks[(each + 1) % size]}" for each in parted)
     error = f"of the same samples and random numbers, these ranks compute other gradients: {pairs}"
     reason = "repeats on the same ranks had the same bits"
-    return Blame(rank, step, "wrong", error, verdict="device", reason=reason)
+    verdict: Verdict = "rank" if rank is None else "device"
+    blame = Blame(rank, step, "wrong", error, verdict=verdict, reason=reason)
+    return _unless_replicas_differ(models, blame)
 
 
 def judge_sums(first: Sequence[str | None], again: Sequence[str | None]) -> tuple[Verdict, str]:
@@ -137,10 +175,10 @@ def judge(
     name = ranks[culprit]
     if changed := _changed(first, again):
         who = ", ".join(str(ranks[each]) for each in changed)
-        text = f"with the same samples and random numbers, a repeat had other bits on rank {who}"
+        text = f"called again with the same, the body came to something else on rank {who}"
         return "unreproducible", text
     if first[culprit] is None or again[culprit] is None:
-        text = "wasn't repeated whole: it failed in its update, or another rank stopped it"
+        text = "can't be compared: it failed in its update, was stopped, or has sparse gradients"
         return "unknown", f"what rank {name} did {text}"
     if not moved:
         return "unknown", "a repeat had the same bits, and there is no other rank to repeat it on"
@@ -152,20 +190,17 @@ def judge(
     fails_alike = moved[culprit] == again[culprit]
     if moved[after] is None and not fails_alike:
         return "unknown", f"rank {ranks[after]} was stopped while it repeated rank {name}'s part"
-    parted = [
-        rank
-        for rank in range(size)
-        if culprit not in (rank, (rank + 1) % size)
-        and _differ(again[rank], moved[(rank + 1) % size])
-    ]
-    if parted:
-        text = f"the part of rank {ranks[parted[0]]}, too, has other bits on the next rank"
-        return "unreproducible", text
+    others = [r for r in range(size) if culprit not in (r, (r + 1) % size)]
+    pairs = [(ranks[r], again[r], moved[(r + 1) % size]) for r in others]
+    if parted := [rank for rank, here, there in pairs if _differ(here, there)]:
+        return "unreproducible", f"the part of rank {parted[0]}, too, has other bits elsewhere"
     told = f"rank {ranks[after]} came to something else with the samples of rank {name}"
-    if fails_alike:
-        return "device", f"{told}, which failed alike with those of rank {ranks[culprit - 1]}"
-    if any(first[rank] is not None for rank in range(size) if rank != culprit):
-        return "device", f"{told}, while repeats on the same ranks had the same bits"
+    is_raised = str(again[culprit]).startswith(_RAISED)
+    if not is_raised and any(None not in pair and pair[1] == pair[2] for pair in pairs):
+        return "device", f"{told}, and parts of other ranks had the same bits elsewhere"
+    if fails_alike or any(first[rank] is not None for rank in range(size) if rank != culprit):
+        text = f"it stays on rank {name}: its device, or what the program has there alone"
+        return "rank", f"{told}; {text}"
     return "unknown", f"{told}, but no rank was through with a good part that could be compared"
 
 
@@ -178,9 +213,15 @@ def _differ(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and one != other
 
 
-def _moved(guard: Repeatable, work: Work) -> list[Any]:
-    """Repeat each rank's part on the next rank; return what came of it, by that rank."""
-    given, states = _from_the_rank_before(guard, work)
+def _moved(guard: Repeatable, work: Work) -> list[Any] | None:
+    """Repeat each rank's part on the next rank; return what came of it, by that rank.
+
+    None, on all ranks alike, if a rank's samples can't be handed on.
+    """
+    try:
+        given, states = _from_the_rank_before(guard, work)
+    except (TypeError, CollectiveMismatch):
+        return None
     guard.repeated(given.take, lambda: work.generators.write(states))
     return _gathered(guard, guard.evidence)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from collections import defaultdict
@@ -143,10 +142,13 @@ def _look_again(
         common.look = None
     if not every:
         return
-    num_steps = itertools.count(1)
+    common.num_updates = 0
 
     def look(optimizer: Optimizer, *_: object) -> None:
-        if not is_nested(optimizer) and next(num_steps) % every == 0:
+        if is_nested(optimizer):
+            return
+        common.num_updates += 1
+        if common.num_updates % every == 0:
             for difference in check_replicas(model, *optimizers, repair=repair):
                 _log.warning("Repaired after a step: %s", difference)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import struct
 from collections import deque
@@ -11,7 +12,7 @@ from typing import NamedTuple
 # So many steps are remembered, and so many are needed before one can be too large.
 _WINDOW, _LEAST = 64, 16
 # No deviation is taken to be smaller than this part of the mean: steps may be all alike.
-_LEAST_DEVIATION = 0.01
+_LEAST_DEVIATION = 0.1
 
 
 class Spike(NamedTuple):
@@ -34,7 +35,8 @@ class Norms:
 
     def add(self, by_rank: Sequence[float]) -> None:
         """Take up the norms of a good step."""
-        if largest := max(by_rank):
+        largest = max(by_rank)
+        if largest and math.isfinite(largest):
             self._last.append(largest)
 
     def spike(self, by_rank: Sequence[float], deviations: float) -> Spike | None:

@@ -79,23 +79,35 @@ class Common:
     It doesn't hold the optimizer.
 
     Attributes:
+        num_updates: How many steps this optimizer has taken since replicas were compared first.
+        num_updates_before: The same before the guarded step that runs.
         look: The hook that compares replicas after some of its steps, if there is one.
         compares_next: Whether the ranks' devices had other bits, when they were compared last.
         is_reproducible: Whether repeats had the same bits so far.
+        were_alike: Whether parts of other ranks ever had the same bits as there.
     """
 
     def __init__(self) -> None:
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.copies, self.generators, self.norms = ValueCopies(), Generators(), Norms()
+        self.num_updates = self.num_updates_before = 0
         self.look: RemovableHandle | None = None
-        self.compares_next, self.is_reproducible = False, True
+        self.compares_next, self.is_reproducible, self.were_alike = False, True, False
 
-    def note_compared(self, blame: Blame | None) -> None:
-        """Note what repeats of a step on other ranks have shown."""
-        self.compares_next = blame is not None
-        if blame is not None and blame.verdict == "unreproducible":
+    def is_to_leave_out(self, blame: Blame) -> bool:
+        """Whether a step is to be skipped, as repeats of it on other ranks came to ``blame``."""
+        # What was never alike on all ranks is the program's doing.
+        is_told = blame.verdict == "device" or (self.were_alike and blame.verdict == "rank")
+        self.compares_next = is_told
+        return is_told
+
+    def note_alike(self, blame: Blame | None) -> None:
+        """Note that repeats on other ranks had the same bits, or could not be compared."""
+        self.compares_next, self.were_alike = False, self.were_alike or blame is None
+        if blame is not None:
             self.is_reproducible = False
-            _log.warning("verify_every is over, as nothing can be told by it: %s", blame.reason)
+            text = "verify_every is over, as nothing can be told by it: %s; %s"
+            _log.warning(text, blame.error, blame.reason)
 
     def is_to_compare(self, every: int) -> bool:
         """Whether the next step is to be repeated before, on other ranks, too."""
@@ -131,6 +143,11 @@ def state_of_commons(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 def load_commons(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
     """Take up what :func:`state_of_commons` has returned."""
     commons = [*map(common_of, optimizers)]
+    if len(state["norms"]) != len(commons):
+        raise ValueError(
+            f"The state is that of a guard of {len(state['norms'])} optimizers, and this one has "
+            f"{len(commons)}."
+        )
     for name in _COUNTS:
         setattr(commons[0], name, int(state[name]))
     for common, norms in zip(commons, state["norms"], strict=True):
