@@ -52,7 +52,7 @@ LAYERS = {
     "checkpoint": 8,
     "values": 8,
     "integrations": 8,
-    "guarding": 2_440,
+    "guarding": 9,
     "resume": 9,
     # Commands.
     "bench": 10,
