@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tests.processes import collect, stacks_of
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 600
 
 
 class Forks:
