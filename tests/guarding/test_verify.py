@@ -432,3 +432,25 @@ def test_what_can_not_be_repeated_is_refused() -> None:
     guard.run(take)
     with pytest.raises(ModelError, match="repeats the step"), guard:
         take()
+
+
+def test_a_batch_that_can_not_be_handed_on_ends_the_comparing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Batch:
+        x = torch.ones(3, 4)
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(4, 2), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        guard = lockstep.guard(model, optimizer, verify_every=1)
+
+        def take(batch: Batch) -> None:
+            (model(batch.x).sum() * (1 + rank)).backward()
+            optimizer.step()
+
+        assert not any(guard.run(take, Batch()).skipped for _ in range(3))
+
+    run_ranks(2, body, backend="threads")
+    assert caplog.text.count("can't be handed to another rank") == 2
+    assert "these ranks compute other" not in caplog.text

@@ -21,6 +21,7 @@ from lockstep.torch_private import tree_leaves
 from lockstep.values import broadcast
 
 _RAISED = "raised "
+_NOT_HANDED_ON = "the batch can't be handed to another rank: broadcast() refuses it"
 _IN_PLACE = "the body changes its batch in place, so it can't be repeated"
 
 
@@ -103,8 +104,7 @@ def verified(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work:
         if len(first) > 1 and not _changed(first, again):
             moved = _moved(guard, work)
         if moved is None:
-            reason = "the batch can't be handed to another rank: broadcast() refuses it"
-            return replace(blame, verdict="unknown", reason=reason)
+            return replace(blame, verdict="unknown", reason=_NOT_HANDED_ON)
         verdict, reason = judge(culprit, first, again, moved, _ranks(guard))
     return _unless_replicas_differ(models, replace(blame, verdict=verdict, reason=reason))
 
@@ -130,7 +130,9 @@ def compared(guard: Repeatable, models: Sequence[nn.Module], work: Work, step: i
         return None
     guard.repeated(work.take, lambda: None)
     first, ranks = _gathered(guard, guard.evidence), _ranks(guard)
-    moved, size = _moved(guard, work) or first, len(ranks)
+    moved, size = _moved(guard, work), len(ranks)
+    if moved is None:
+        return Blame(None, step, "wrong", "gradients", verdict="unknown", reason=_NOT_HANDED_ON)
     parted = [rank for rank in range(size) if _differ(first[rank], moved[(rank + 1) % size])]
     if not parted:
         return None

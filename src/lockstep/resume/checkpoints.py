@@ -74,14 +74,13 @@ class Checkpoints:
             if waits:
                 background_of(self._ranks.group).finish_on(self._ranks)
             return
+        if not self._are_spoiled(step):
+            group, things = self._ranks.group_or_none, self._with(state, loader_state)
+            save(self.path, keep=self._keep, async_=not waits, process_group=group, **things)
+        elif waits:
+            background_of(self._ranks.group).finish_on(self._ranks)
         self._saved_step = step
         self._wait_anew()
-        if self._are_spoiled(step):
-            if waits:
-                background_of(self._ranks.group).finish_on(self._ranks)
-            return
-        group, things = self._ranks.group_or_none, self._with(state, loader_state)
-        save(self.path, keep=self._keep, async_=not waits, process_group=group, **things)
 
     def save_best(self, state: dict[str, Any], loader_state: Any) -> None:
         """Save the best state so far in a folder of its own. Every rank calls it; it blocks."""
