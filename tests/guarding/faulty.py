@@ -69,7 +69,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.first(x)))
-        x = x * torch.bernoulli(torch.full(x.shape, 0.7), generator=self.generator)
+        x = x * torch.bernoulli(torch.full(x.shape, 0.7), generator=self.generator).to(x)
         fault = self.fault
         if fault is not None and fault.phase == "forward":
             if fault.kind in ("exception", "memory"):
@@ -101,24 +101,32 @@ class Program:
     """A model and an optimizer on a rank, and their steps."""
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup | None, *, shards: bool = False, **options: Any
+        self,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        *,
+        shards: bool = False,
+        overlap: bool = False,
+        device: torch.device | str = "cpu",
+        **options: Any,
     ) -> None:
         """Without a group, the rank is alone."""
         # A new thread takes the process's number later, with other bits before.
         torch.set_num_threads(1)
         self.rank, self.group, self.options = rank, group, {"max_consecutive": 99, **options}
-        self.model = Net(rank)
+        self.device = device
+        self.model = Net(rank).to(device)
         lockstep.parallelize(self.model, process_group=group, bucket_cap_mb=0.002)
         self.optimizer = FaultyAdam(self.model.parameters(), lr=0.01)
         if shards:
-            lockstep.shard_optimizer(self.optimizer)
+            lockstep.shard_optimizer(self.optimizer, overlap=overlap)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
 
     def body(self, step: int, fault: Fault | None = None) -> None:
         """Take a step; at the end its scheduler's, too."""
         here = fault if fault is not None and fault.rank == self.rank else None
         self.model.fault = self.optimizer.fault = here
-        out = self.model(batch(self.rank, step)).square().mean(1)
+        out = self.model(batch(self.rank, step).to(self.device)).square().mean(1)
         loss = lockstep.mean(out, process_group=self.group) if self.group else out.mean()
         loss.backward()
         if here is not None and here.phase == "between":

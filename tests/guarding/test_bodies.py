@@ -133,15 +133,6 @@ def test_arguments_are_checked() -> None:
         lockstep.guard(model, optimizer, on_skip="retry").run(model(torch.zeros(2)))
 
 
-def test_a_group_that_is_not_ours_is_refused_by_name() -> None:
-    def body(rank: int, group: dist.ProcessGroup) -> None:
-        program = Program(rank, group)
-        with pytest.raises(ModelError, match="over gloo"):
-            program.guarded(0)
-
-    run_ranks(2, body, backend="gloo")
-
-
 def test_a_guard_in_join_is_refused() -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         program = Program(rank, group)

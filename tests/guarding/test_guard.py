@@ -7,6 +7,7 @@ import random
 import pytest
 import torch.distributed as dist
 
+from tests.comm.ranks_on_hosts import run_hosts
 from tests.counts import num_examples, pairs
 from tests.guarding.faulty import KINDS, PHASES, Fault, Kind, Phase, Program, are_possible, run
 from tests.ranks import run_ranks
@@ -39,10 +40,13 @@ def check(
                 assert step.blame.parameter in step.blame.nonfinite
         assert_same(mine, expected, 0)
 
-    run_ranks(size, body, backend=backend)
+    if backend == "hosts":
+        run_hosts([range(size)[: size // 2], range(size)[size // 2 :]], body)
+    else:
+        run_ranks(size, body, backend=backend)
 
 
-@pairs("fault, is_sharded, backend", FAULTS, [False, True], ["threads", "shm"])
+@pairs("fault, is_sharded, backend", FAULTS, [False, True], ["threads", "shm", "hosts", "gloo"])
 def test_all_ranks_leave_out_the_step_in_which_one_fails(
     fault: tuple[Kind, Phase], is_sharded: bool, backend: str
 ) -> None:
@@ -67,5 +71,5 @@ def test_random_faults_of_random_ranks(seed: int) -> None:
         for step in range(num_steps)
         if rng.random() < 0.5
     }
-    backend = rng.choice(["threads", "shm"])
+    backend = rng.choice(["threads", "shm", "hosts", "gloo"])
     check(faults, size, backend, shards=rng.random() < 0.5, num_steps=num_steps)

@@ -239,6 +239,29 @@ def test_rows_that_lookups_scale_are_as_before_the_step() -> None:
     run_ranks(2, body)
 
 
+def test_a_rank_that_fails_ends_the_wait_for_a_hook_over_gloo() -> None:
+    """The hook calls Gloo, which knows nothing of guarded steps."""
+
+    def hook(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future:
+        return group.allreduce([bucket.buffer()]).get_future()
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.DistributedDataParallel(nn.Linear(6, 2), process_group=group)
+        model.register_comm_hook(group, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        skipped = []
+        for number in range(4):
+            with lockstep.guard(model, optimizer) as step:
+                if rank == 1 and number == 2:
+                    raise Refused
+                model(batch(rank, number)).square().sum().backward()
+                optimizer.step()
+            skipped.append(step.blame and step.blame.rank)
+        assert skipped == [None, None, 1, None]
+
+    run_ranks(2, body, backend="gloo")
+
+
 def test_a_run_of_steps_goes_on_behind_a_skipped_one(tmp_path: Path) -> None:
     def body(rank: int, group: dist.ProcessGroup) -> None:
         states = []

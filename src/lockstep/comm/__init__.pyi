@@ -1,3 +1,9 @@
+from .agreed_calls import AgreedCalls as AgreedCalls
+from .agreed_calls import agree as agree
+from .agreed_calls import agreed_calls_of as agreed_calls_of
+from .agreed_calls import generation_of as generation_of
+from .agreed_calls import is_agreed as is_agreed
+from .agreed_calls import survives_mismatches as survives_mismatches
 from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes
 from .any_group import all_gather_json as all_gather_json

@@ -10,8 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
     import torch.distributed as dist
 
+    from lockstep.comm.group import SharedMemoryGroup
     from lockstep.torch_private import _DistributedBackendOptions
 
 SHM = "shm"
@@ -48,22 +52,36 @@ def _unused_store(options: _DistributedBackendOptions) -> dist.Store:
     return dist.PrefixStore(f"{times}/", options.store)
 
 
-def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
+def shared_memory_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, members: Sequence[int]
+) -> SharedMemoryGroup:
+    """Connect processes that meet in a part of a ``store`` that nothing else has used.
+
+    Args:
+        store: Where they meet.
+        rank: That of this process.
+        size: The number of ranks.
+        timeout: How long they wait for each other, now and in each call.
+        members: The ranks as the whole run numbers them.
+    """
     from lockstep.comm.group import SharedMemoryGroup
     from lockstep.comm.hosts import HostsCollectives, HostsTransport
     from lockstep.comm.network import ranks_by_host
     from lockstep.comm.shm.transport import ShmTransport
 
-    rank, size, store = options.group_rank, options.group_size, _unused_store(options)
-    seconds = options.timeout.total_seconds()
-    members = options.global_ranks_in_group
+    seconds = timeout.total_seconds()
     hosts = ranks_by_host(store, rank, size, seconds)
     if len(hosts) == 1:
-        return SharedMemoryGroup(
-            ShmTransport(store, rank, size, seconds, members), SHM, options.timeout, store
-        )
+        shm = ShmTransport(store, rank, size, seconds, members)
+        return SharedMemoryGroup(shm, SHM, timeout, store)
     transport = HostsTransport(store, rank, hosts, seconds, members)
-    return SharedMemoryGroup(transport, SHM, options.timeout, store, HostsCollectives)
+    return SharedMemoryGroup(transport, SHM, timeout, store, HostsCollectives)
+
+
+def _create_shm(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:
+    ranks = options.group_rank, options.group_size
+    members = options.global_ranks_in_group
+    return shared_memory_group(_unused_store(options), *ranks, options.timeout, members)
 
 
 def _create_threads(options: _DistributedBackendOptions, _: object) -> dist.ProcessGroup:

@@ -16,6 +16,7 @@ class GroupContext:
     """One object of each class that a layer keeps of a group; lower layers know no such class.
 
     - ``join_state``: the ``join()`` that is entered, and the updates of sharded optimizers
+    - ``agreed_calls``: another group of its ranks, in which they agree on calls over it
     - ``grad.deferred``: the buckets whose gradients other ranks may read
     - ``nn.backward``: the BackwardSync, which has the engines
     - ``nn.mean``: the models that all ranks are known to have alike

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from lockstep.comm.agreed_calls import agree
 from lockstep.comm.failures import explained
 from lockstep.comm.group import SharedMemoryGroup
 from lockstep.errors import LockstepError
@@ -41,6 +42,7 @@ class Started:
         self, group: ProcessGroup, operation: str, start: Callable[[], Work], num_bytes: int = 0
     ) -> None:
         self._group, self._operation, self._num_bytes = group, operation, num_bytes
+        agree(group, operation)
         try:
             with span("launch", operation, num_bytes):
                 self._work = start()
@@ -103,6 +105,7 @@ def sum_at(group: ProcessGroup, operation: str, tensor: Tensor) -> None:
     Every rank must call it; it blocks.
     """
     if isinstance(group, SharedMemoryGroup):
+        agree(group, operation)
         timed_wait(group, operation, tensor.nbytes, lambda: group.sum_at(operation, tensor))
     else:
         start = partial(group.allreduce, [tensor], dist.AllreduceOptions())  # which sums
@@ -142,4 +145,5 @@ def all_gather_in_place(group: ProcessGroup, memory: Tensor) -> None:
 
 def named_barrier(group: ProcessGroup, operation: str) -> None:
     """Wait until all ranks of a :class:`SharedMemoryGroup` are at this ``operation``."""
+    agree(group, operation)
     timed_wait(group, operation, 0, lambda: group.named_barrier(operation))  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import spans
-from lockstep.comm import can_average, start_all_reduce
+from lockstep.comm import agree, can_average, start_all_reduce
 from lockstep.grad.comm_hook import CommHook, GradBucket, reduced_buffer
 from lockstep.grad.contents import Contents
 from lockstep.grad.diagnostics import GradientLog, naming, raise_named
@@ -226,6 +226,7 @@ class HookedBucket(Bucket):
             bucket = GradBucket(
                 number, contents.memory.gradients, contents.parameters, is_last=is_last
             )
+            agree(self.group, "a communication hook")
             with spans.span("launch", "hook"):
                 self.contents.now.hooked = self._hook(bucket)
             self.contents.now.is_launched = True

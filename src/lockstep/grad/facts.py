@@ -151,6 +151,16 @@ class Heard:
             self.is_told |= second != 0
         return self.is_told
 
+    def settle(self) -> None:
+        """Wait for the facts of an earlier backward, and look at them."""
+        if self._event is not None and not _is_capturing(self._event.device):
+            self._event.synchronize()
+            self.look()
+
+    def forget(self, failed: tuple[int, int] | None) -> None:
+        """Be as before a step that all ranks have left out: ``failed`` was heard of by then."""
+        self.failed, self._event = failed, None
+
     def _has_failed(self, first: float, second: float, divisor: int) -> bool:
         """Whether a backward with these facts has failed on a rank, which is noted."""
         if first * divisor < 1 / 2:

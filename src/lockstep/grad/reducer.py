@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import spans
-from lockstep.comm import mean_divisor
+from lockstep.comm import agree, mean_divisor
 from lockstep.errors import CollectiveFailed, CollectiveMismatch
 from lockstep.grad.arrangement import FIRST_BUCKET_BYTES, Assigned, assigned_for, make_buckets
 from lockstep.grad.bucket import Bucket, Inspect, without_autograd
@@ -379,6 +379,7 @@ class Reducer:
         if self.comm_hook is None:
             return mean_of_rows(table, position, self.process_group, self._now.scale)
         is_last = not self._bucket_at and position == len(table.named) - 1
+        agree(self.process_group, "a communication hook")
         return hooked_rows(self.comm_hook, parameter, index, is_last=is_last)
 
     def launch_last(self, *, tells: bool = False) -> None:

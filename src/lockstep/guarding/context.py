@@ -11,18 +11,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep.comm import (
-    GUARDED,
-    all_gather_json,
-    global_rank,
-    sum_at,
-    uncompiled,
-)
+from lockstep.comm import GUARDED, uncompiled
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -43,9 +36,10 @@ from lockstep.guarding.blame import (
     release,
     to_blame,
 )
-from lockstep.guarding.entry import check_batch, check_group, check_repeats, fingerprint, group_of
+from lockstep.guarding.entry import check_batch, check_repeats, fingerprint
 from lockstep.guarding.finite import Found, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
+from lockstep.guarding.meeting import RanksOfStep
 from lockstep.guarding.repeats import Work, compared, in_words, traced, verified, versions_in
 from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
 from lockstep.guarding.step import (
@@ -59,7 +53,7 @@ from lockstep.guarding.step import (
     state_of_commons,
 )
 from lockstep.guarding.update import check_update, is_nested, is_skipped_by, skips_itself
-from lockstep.nn import finish_failed, note_step, state_of
+from lockstep.nn import note_step, state_of
 from lockstep.optim import inner_optimizer, sharding_of
 from lockstep.world import parameters_of
 
@@ -95,8 +89,7 @@ class Guard:
         self._common, self._step = Common(), GuardedStep(0)
         self._kept: StateBefore | None = None
         self._states = [state_of(model) for model in models]
-        self._engines = [*dict.fromkeys(e for state in self._states for e in state.engines)]
-        self.group = group_of(self._states)
+        self.meeting = RanksOfStep(self._states)
         self._local = LocalGradients()
         self._handles: list[Any] = []
         self._stepped: list[Optimizer] = []  # that have begun to
@@ -215,8 +208,9 @@ class Guard:
             measures=self._options.spike is not None,
             digests=self._options.on_skip == "verify" or self._options.verify_every is not None,
         )
-        for engine in self._engines:
+        for engine in self.meeting.engines:
             engine.reducer.inspect = self._local
+        self.meeting.begin()
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
@@ -230,8 +224,6 @@ class Guard:
                 "forward, backward and update, of all models and optimizers that step together."
             )
         check_repeats(self._options, self._states, is_with=self._entry is StepEntry.WITH)
-        if self.group is not None:
-            check_group(self.group, self._states)
 
     @property
     def _scalers(self) -> list[GradScaler]:
@@ -259,7 +251,7 @@ class Guard:
         if deviations is not None:
             norm = self._local.norm_for(optimizer, math.prod(self._scales))
             facts.append(as_int(0.0 if skips_itself(optimizer) else norm))
-        by_rank = self._tell(operation, facts)
+        by_rank = self.meeting.tell(operation, facts)
         if any(flag for flag, *_ in by_rank):
             raise StepSkipped("The gradients of a guarded step aren't finite.")
         if deviations is not None:
@@ -277,20 +269,11 @@ class Guard:
 
     @uncompiled
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        for engine in self._engines:
+        for engine in self.meeting.engines:
             # Another step is refused. But before that, this rank would wait for a backward of the
             # others, as if it had none of its own: until the end it seems to have one.
             # Shown by test_two_updates_on_one_rank_are_an_error_on_all.
             engine.stepped.by[optimizer] = -1
-
-    def _tell(self, operation: str, facts: Sequence[int]) -> list[list[int]]:
-        """Return the facts of all ranks, in rank order, at an ``operation`` that errors name."""
-        if self.group is None:
-            return [[*facts]]
-        table = torch.zeros(self.group.size(), len(facts), dtype=torch.int64, device="cpu")
-        table[self.group.rank()] = torch.tensor([*facts], device="cpu")
-        sum_at(self.group, operation, table)
-        return table.tolist()
 
     # The end of the step.
 
@@ -302,6 +285,12 @@ class Guard:
         trace: TracebackType | None,
     ) -> bool:
         """End the step on all ranks alike; return whether the body's exception is dealt with."""
+        try:
+            return self._end(error)
+        finally:
+            self.meeting.end()
+
+    def _end(self, error: BaseException | None) -> bool:
         self._leave()
         around, self._around = self._around, None
         if error is not None and not isinstance(error, Exception):
@@ -320,9 +309,7 @@ class Guard:
             for norms, of_step in self._norms:
                 norms.add(of_step)
             return False
-        by_rank = [told]
-        if self.group is not None:
-            by_rank = [*map(FailureFacts.decoded, all_gather_json(self.group, told.encoded()))]
+        by_rank = [*map(FailureFacts.decoded, self.meeting.gathered(told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
         is_repeat = self._entry is StepEntry.REPEAT
         self._undo(keeps_scale=guilty.is_of_scaler and not is_repeat)
@@ -342,10 +329,10 @@ class Guard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for engine in self._engines:
+        for engine in self.meeting.engines:
             engine.reducer.inspect = None
         for optimizer in self._stepped:
-            note_step(optimizer, self._engines)
+            note_step(optimizer, self.meeting.engines)
 
     def _told(self, error: Exception | None, around: BaseException | None) -> FailureFacts:
         """Return what this rank tells of its step."""
@@ -376,15 +363,15 @@ class Guard:
             is_through = len(self._stepped) == len(self._optimizers)
             compares = self._local.digests and not is_through
             self.evidence = in_words(error) if compares else None
-        blame = blame_of(error, self._rank, self._step.number)
+        blame = blame_of(error, self.meeting.rank, self._step.number)
         return FailureFacts(outcome, blame, has_updated=has_updated)
 
     def _told_of_spike(self, spike: Spike) -> FailureFacts:
         """Let the first of its ranks tell of it; if there are more, none alone is to blame."""
         first, *others = spike.ranks
-        is_first = first == (0 if self.group is None else self.group.rank())
+        is_first = first == self.meeting.number
         text = f"{spike.text}; {len(others)} more ranks' is too large" if others else spike.text
-        rank = None if others else self._rank
+        rank = None if others else self.meeting.rank
         blame = Blame(rank, self._step.number, "spike", text)
         return FailureFacts(
             StepOutcome.TO_BLAME if is_first else StepOutcome.CAUSED_ELSEWHERE,
@@ -395,7 +382,7 @@ class Guard:
     def _told_of_gradients(self, *, is_of_scaler: bool) -> FailureFacts:
         local = self._local.found
         found = local if local.nonfinite or self._found is None else self._found
-        blame = blame_of_gradients(found, self._models, self._rank, self._step.number)
+        blame = blame_of_gradients(found, self._models, self.meeting.rank, self._step.number)
         if is_of_scaler:
             blame = replace(blame, error=f"{blame.error} (times the loss scale)")
         return FailureFacts(
@@ -406,10 +393,6 @@ class Guard:
             is_of_scaler=is_of_scaler,
             has_updated=bool(self._stepped) and not is_of_scaler,
         )
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self.group is None else global_rank(self.group, self.group.rank())
 
     def _meet(self, told: FailureFacts) -> list[list[int]]:
         """Return how the body has ended on each rank, and a number that equal guards have.
@@ -422,9 +405,8 @@ class Guard:
         outcome = told.outcome
         for remaining in reversed(range(_MOST_MEETINGS)):
             try:
-                if self.group is not None:
-                    finish_failed(self.group)
-                return self._tell(f"{GUARDED}, its end", [outcome, same])
+                self.meeting.finish_failed()
+                return self.meeting.tell(f"{GUARDED}, its end", [outcome, same])
             except CollectiveMismatch:
                 if not remaining:
                     raise
@@ -442,7 +424,7 @@ class Guard:
             self._drop_gradients()
         except Exception as caught:
             error = caught
-        by_rank = self._tell(f"{GUARDED}, put back", [error is not None])
+        by_rank = self.meeting.tell(f"{GUARDED}, put back", [error is not None])
         failed = [rank for rank, (flag,) in enumerate(by_rank) if flag]
         if failed:
             raise ModelError(
@@ -454,7 +436,7 @@ class Guard:
         for optimizer in self._optimizers:
             if (sharding := sharding_of(optimizer)) is not None:
                 sharding.zero_grad()
-            note_step(optimizer, self._engines)
+            note_step(optimizer, self.meeting.engines)
         models = (p for model in self._models for p in model.parameters())
         others = (p for optimizer in self._optimizers for p in parameters_of(optimizer))
         for parameter in (*models, *others):
@@ -462,8 +444,9 @@ class Guard:
                 parameter.grad = None
         for state in self._states:
             state.count = None  # of micro-batches that were accumulated
-        for engine in self._engines:
+        for engine in self.meeting.engines:
             engine.buffers.forget_graphs()
+        self.meeting.forget_failed()
 
     def _skip(
         self, guilty: FailureFacts, by_rank: Sequence[FailureFacts], error: BaseException | None
@@ -484,7 +467,7 @@ class Guard:
         if not (guilty.is_of_scaler and all(s.get_scale() > 1 for s in self._scalers)):
             self._common.in_a_row += 1
         step.in_a_row = self._common.in_a_row
-        if self._rank == 0 and not guilty.is_of_scaler:
+        if self.meeting.rank == 0 and not guilty.is_of_scaler:
             _log.warning("A step is skipped on all ranks: %s", blame)
         if step.in_a_row >= self._options.max_consecutive:
             skipped = StepSkipped(

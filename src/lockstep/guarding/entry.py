@@ -5,11 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence, Sized
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import SharedMemoryGroup, backend_name, join_state_of
+from lockstep.comm import join_state_of
 from lockstep.errors import ModelError
 from lockstep.grad import gradient_of
 from lockstep.guarding.step import GuardOptions
@@ -28,16 +27,8 @@ def group_of(states: Iterable[ParallelState]) -> dist.ProcessGroup | None:
     return groups[0] if groups else None
 
 
-def check_group(group: dist.ProcessGroup, states: Iterable[ParallelState]) -> None:
+def check_group(group: dist.ProcessGroup) -> None:
     """Raise unless ranks of the group can be guarded now."""
-    if not isinstance(group, SharedMemoryGroup):
-        devices = [device for s in states for engine in s.engines for device in engine.devices]
-        name = backend_name(group, [*devices, torch.device("cpu")][0])
-        raise ModelError(
-            "guard() is for ranks over lockstep's own process groups, shm and threads, on "
-            f"CPUs, and this model's is over {name}, where a rank that has failed can't end "
-            "the calls in which the others wait."
-        )
     if join_state_of(group) is not None:
         raise ModelError(
             "A guard is entered in join(), where ranks without data take part in steps of the "

@@ -8,13 +8,12 @@ from traceback import walk_tb
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import all_gather_json, global_rank
 from lockstep.errors import CollectiveMismatch, ReplicasDiffer
 from lockstep.generators import Generators
 from lockstep.guarding.blame import Blame, Verdict
+from lockstep.guarding.meeting import RanksOfStep
 from lockstep.guarding.origin import Origin
 from lockstep.guarding.replicas import check_replicas
 from lockstep.torch_private import tree_leaves
@@ -28,7 +27,7 @@ _IN_PLACE = "the body changes its batch in place, so it can't be repeated"
 class Repeatable(Protocol):
     """A guard, as far as its step can be repeated."""
 
-    group: dist.ProcessGroup | None
+    meeting: RanksOfStep
     # What this rank has computed in the last step, if it was whole: a digest of its gradients, or
     # the exception that it raised.
     evidence: str | None
@@ -76,27 +75,27 @@ def in_words(error: Exception) -> str:
 
 def traced(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: Work) -> Blame:
     """Repeat the step, look where values begin not to be finite, and return that, too."""
-    if any(_gathered(guard, work.is_changed())):
+    if any(guard.meeting.gathered(work.is_changed())):
         return replace(blame, origin=f"no module that is known: {_IN_PLACE}")
     origin = Origin(models)
     with origin.watching():
         again = guard.repeated(work.take, lambda: None)
     if again.kind != "nonfinite":
         return replace(blame, origin=f"no module again: {again.error}")
-    texts: list[str] = _gathered(guard, origin.text)
+    texts: list[str] = guard.meeting.gathered(origin.text)
     if again.rank is not None:
-        return replace(blame, origin=texts[_ranks(guard).index(again.rank)])
+        return replace(blame, origin=texts[guard.meeting.ranks.index(again.rank)])
     return replace(blame, origin=next(filter(None, texts), ""))
 
 
 def verified(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work: Work) -> Blame:
     """Repeat the step here, and then each rank's part on the next rank; return what that shows."""
-    if any(_gathered(guard, work.is_changed())):
+    if any(guard.meeting.gathered(work.is_changed())):
         return replace(blame, verdict="unknown", reason=_IN_PLACE)
-    first = _gathered(guard, guard.evidence)
+    first = guard.meeting.gathered(guard.evidence)
     guard.repeated(work.take, lambda: None)
-    again = _gathered(guard, guard.evidence)
-    culprit = _ranks(guard).index(blame.rank) if blame.rank is not None else None
+    again = guard.meeting.gathered(guard.evidence)
+    culprit = guard.meeting.ranks.index(blame.rank) if blame.rank is not None else None
     if culprit is None:
         verdict, reason = judge_sums(first, again)
     else:
@@ -105,7 +104,7 @@ def verified(guard: Repeatable, models: Sequence[nn.Module], blame: Blame, work:
             moved = _moved(guard, work)
         if moved is None:
             return replace(blame, verdict="unknown", reason=_NOT_HANDED_ON)
-        verdict, reason = judge(culprit, first, again, moved, _ranks(guard))
+        verdict, reason = judge(culprit, first, again, moved, guard.meeting.ranks)
     return _unless_replicas_differ(models, replace(blame, verdict=verdict, reason=reason))
 
 
@@ -126,10 +125,10 @@ def compared(guard: Repeatable, models: Sequence[nn.Module], work: Work, step: i
     Returns:
         Who is to blame, if they aren't the same; None, too, if the step fails anyhow.
     """
-    if guard.group is None or guard.group.size() == 1:
+    if len(guard.meeting.ranks) == 1:
         return None
     guard.repeated(work.take, lambda: None)
-    first, ranks = _gathered(guard, guard.evidence), _ranks(guard)
+    first, ranks = guard.meeting.gathered(guard.evidence), guard.meeting.ranks
     moved, size = _moved(guard, work), len(ranks)
     if moved is None:
         return Blame(None, step, "wrong", "gradients", verdict="unknown", reason=_NOT_HANDED_ON)
@@ -137,7 +136,7 @@ def compared(guard: Repeatable, models: Sequence[nn.Module], work: Work, step: i
     if not parted:
         return None
     guard.repeated(work.take, lambda: None)
-    if changed := _changed(first, _gathered(guard, guard.evidence)):
+    if changed := _changed(first, guard.meeting.gathered(guard.evidence)):
         reason = f"a repeat had other bits on rank {ranks[changed[0]]}"
         return Blame(None, step, "wrong", "gradients", verdict="unreproducible", reason=reason)
     # A device that computes something else does so with its own part and with the one moved to it.
@@ -225,12 +224,12 @@ def _moved(guard: Repeatable, work: Work) -> list[Any] | None:
     except (TypeError, CollectiveMismatch):
         return None
     guard.repeated(given.take, lambda: work.generators.write(states))
-    return _gathered(guard, guard.evidence)
+    return guard.meeting.gathered(guard.evidence)
 
 
 def _from_the_rank_before(guard: Repeatable, work: Work) -> tuple[Work, dict[str, Any]]:
     """Return what the rank before has to do, and the states of its generators."""
-    group = guard.group
+    group = guard.meeting.group
     assert group is not None
     own = work.args, dict(work.options), work.generators.read()
     found = own
@@ -240,12 +239,3 @@ def _from_the_rank_before(guard: Repeatable, work: Work) -> tuple[Work, dict[str
             found = theirs
     args, options, states = found
     return work._replace(args=tuple(args), options=options), states
-
-
-def _gathered(guard: Repeatable, value: Any) -> list[Any]:
-    return [value] if guard.group is None else all_gather_json(guard.group, value)
-
-
-def _ranks(guard: Repeatable) -> list[int]:
-    group = guard.group
-    return [0] if group is None else [global_rank(group, rank) for rank in range(group.size())]

@@ -27,6 +27,7 @@ from lockstep.comm import (
     carrier,
     device_of_facts,
     follow_update,
+    is_agreed,
     num_updates,
     start_all_reduce,
     timeout_of,
@@ -87,7 +88,8 @@ class AfterBackward:
         self._number += 1
         self._told[self._number] = None if has_failed else []
         self._told.pop(self._number - _NUM_KEPT, None)
-        self._num_followed = 0 if has_failed and self._is_used() else None
+        is_followed = has_failed and self._is_used() and not is_agreed(self._group)
+        self._num_followed = 0 if is_followed else None
         if self._num_followed is not None:
             self._tell()
 
@@ -97,9 +99,13 @@ class AfterBackward:
     def is_next(self, call: Call = OTHERS) -> None:
         """Tell the other ranks of ``call`` before it; after a failed backward, do as they do.
 
+        In a guarded step ranks agree on each call anyhow.
+
         Raises:
             CollectiveFailed: If the backward has failed, and no other rank tells what it calls.
         """
+        if is_agreed(self._group):
+            return
         if (number := self._num_followed) is not None:
             self._num_followed = None  # meanwhile what it calls isn't the program's
             self._num_followed = self._follow(number, call)

@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.comm import (
     Announced,
     context_of,
+    generation_of,
     in_all_groups,
     join_state_of,
     uncompiled,
@@ -69,7 +70,7 @@ class BackwardSync:
 
     @property
     def _generation(self) -> object:
-        return getattr(self._weak_group(), "generation", None)
+        return generation_of(self._weak_group())
 
     def new_engine(
         self,
