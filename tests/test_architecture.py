@@ -97,7 +97,7 @@ SHELVES = {
         "optim": 4_468,
         "checkpoint": 2_905,
         "resume": 2_505,
-        "guarding": 2_510,
+        "guarding": 2_527,
         "metrics": BUDGET_OF_A_MODULE,
         "seeds": BUDGET_OF_A_MODULE,
         "values": BUDGET_OF_A_MODULE,

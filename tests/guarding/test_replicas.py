@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import ReplicasDiffer
+from lockstep.errors import CollectiveMismatch, ReplicasDiffer
 from lockstep.guarding.replicas import _facts_of
 from tests.ranks import run_ranks
 from tests.same import assert_same
@@ -310,6 +310,20 @@ def test_replicas_are_compared_again_after_some_steps(backend: str, shard: Calla
             program.step()
 
     run_ranks(2, body, backend=backend)
+
+
+def test_ranks_that_ask_for_something_else_are_named() -> None:
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        program = Program(rank, group)
+        program.net[0].weight.data[0, rank] += rank
+        with pytest.raises(CollectiveMismatch, match="every is 3 on rank 1 and 2 on rank 0"):
+            lockstep.check_replicas(program.net, program.optimizer, every=2 + rank, repair=True)
+        with pytest.raises(CollectiveMismatch, match="repair is True on rank 1 and False on"):
+            lockstep.check_replicas(program.net, program.optimizer, repair=bool(rank))
+        for _ in range(4):  # nothing is to be looked at again
+            program.optimizer.step()
+
+    run_ranks(2, body)
 
 
 def test_what_is_compared_again_may_be_repaired(caplog: pytest.LogCaptureFixture) -> None:

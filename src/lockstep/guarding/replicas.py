@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -18,7 +18,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.arguments import as_whole_number, check_flag, check_type
-from lockstep.comm import broadcast_tensors, bytes_of, carrier, differing_facts, global_rank
+from lockstep.comm import (
+    broadcast_tensors,
+    bytes_of,
+    carrier,
+    check_same_facts,
+    differing_facts,
+    global_rank,
+)
 from lockstep.errors import ModelError, ReplicasDiffer
 from lockstep.guarding.step import common_of
 from lockstep.guarding.update import is_nested
@@ -31,6 +38,7 @@ _log = logging.getLogger("lockstep")
 
 # How many differences an error tells, and what stands for a value that a rank doesn't have.
 _NUM_TOLD, _MISSING = 8, "missing on this rank"
+_CALL = "check_replicas()"
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ def check_replicas(
         ReplicasDiffer: Naming what differs and on which ranks; with ``repair``, if some of it has
             no value that most ranks have, which then is the only thing that isn't repaired.
         CollectiveFailed: If a rank is lost or late, or inside of ``join()``.
+        CollectiveMismatch: If ranks gave another ``every`` or ``repair``.
         TypeError: If these aren't a module and optimizers, or none of these to count steps of.
         ValueError: If ``every`` is less than 0.
     """
@@ -113,10 +122,12 @@ def check_replicas(
         as_whole_number("every", every, "a number of steps, 0 or more, or None", at_least=0)
         if not optimizers:
             raise TypeError("check_replicas(every=) counts an optimizer's steps: give it to it.")
-        _look_again(model, optimizers, every, repair=repair)
     found: list[ReplicaDifference] = []
     for group, tensors in _by_group(model):
-        found += _Replica(model, tensors, optimizers).compared(group, repair=repair)
+        how = {"every": every, "repair": repair}
+        found += _Replica(model, tensors, optimizers).compared(group, how)
+    if every is not None:
+        _look_again(model, optimizers, every, repair=repair)
     wrong = [each for each in found if not (repair and each.can_repair)]
     if wrong:
         told = "".join(f"\n  {each}" for each in wrong[:_NUM_TOLD])
@@ -220,14 +231,20 @@ class _Replica:
                 tensors = [(n, t) for n, t in enumerate(value) if isinstance(t, torch.Tensor)]
                 self._tensors |= {f"{key}[{n}]{suffix}": tensor for n, tensor in tensors}
 
-    def compared(self, group: dist.ProcessGroup | None, *, repair: bool) -> list[ReplicaDifference]:
-        """Return what differs from other ranks of ``group``, after a repair where that can be."""
+    def compared(
+        self, group: dist.ProcessGroup | None, how: Mapping[str, Any]
+    ) -> list[ReplicaDifference]:
+        """Return what differs from other ranks of ``group``, after a repair where that can be.
+
+        ``how`` are the arguments of the call.
+        """
         group, device = ranks_of_call("check_replicas", group)
         if group.size() == 1:
             return []
         facts = {name: _facts_of(tensor) for name, tensor in self._tensors.items()}
         facts |= {name: values[key] for name, (values, key) in self._numbers.items()}
-        by_rank = differing_facts(group, facts, device)
+        by_rank = [dict(each) for each in differing_facts(group, {_CALL: how, **facts}, device)]
+        check_same_facts(group, _CALL, [each.pop(_CALL) for each in by_rank] or [{}])
         found = []
         for name in dict.fromkeys(chain.from_iterable(by_rank)):
             by_value: dict[str, list[int]] = defaultdict(list)
@@ -239,7 +256,7 @@ class _Replica:
             ranks = sorted(chain.from_iterable(others))
             has_majority = len(most) > len(ranks)
             can_repair = has_majority and _are_of_one_form(by_rank, name)
-            if can_repair and repair:
+            if can_repair and how["repair"]:
                 self._repair(group, device, name, most[0], by_rank[most[0]][name])
             who = ranks if has_majority else [*range(group.size())]
             source = global_rank(group, most[0]) if has_majority else None
