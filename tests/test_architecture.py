@@ -81,7 +81,7 @@ SHELVES = {
         "errors": BUDGET_OF_A_MODULE,
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
-        "comm": 6_561,
+        "comm": 6_564,
         "world": 2_881,
         "grad": 3_554,
         "nn": 8_840,

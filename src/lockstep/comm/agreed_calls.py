@@ -59,7 +59,10 @@ class AgreedCalls:
                 return
             others = dict(zip(self._members, self._gathered(words.ljust(WORDS_BYTES)), strict=True))
         except CollectiveFailed as error:
-            error.add_note(f"It was to see that all ranks call {operation}, in a guarded step.")
+            error.add_note(
+                f"It was to see that all ranks call {operation}, in a guarded step. A rank that "
+                "waits in a call that its program makes through torch.distributed doesn't come."
+            )
             raise
         self.generation = Generation()
         local_name = self._members[self.ranks.rank()]
