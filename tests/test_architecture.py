@@ -85,7 +85,7 @@ SHELVES = {
         "world": 2_881,
         "grad": 3_554,
         "nn": 8_840,
-        "launcher": 6_610,
+        "launcher": 6_614,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_390,
+        "observe": 6_392,
         "check": 2_800,
         "bench": 800,
         "demo": 400,

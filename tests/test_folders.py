@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import lockstep
+from lockstep.errors import BadLaunch
 from lockstep.folders import Folder, new_text, open_named, open_regular, open_to_write
 from lockstep.printable import printable
 
@@ -168,3 +173,32 @@ def test_what_a_user_has_named_is_not_another_file_by_a_name_of_others(tmp_path:
         open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666)
     (tmp_path / "other").unlink()
     os.close(open_named(str(tmp_path / "name"), os.O_WRONLY | os.O_APPEND, 0o666))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "told"),
+    [
+        ("", ValueError, "is empty"),
+        ("run\0", ValueError, "has a NUL"),
+        (3, TypeError, "is 3 .int., not a path"),
+        (b"run", TypeError, "is b'run' .bytes., not a path"),
+    ],
+)
+def test_what_is_no_path_is_refused_wherever_one_is_given(
+    path: Any, kind: type[Exception], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to the current folder then."""
+    monkeypatch.chdir(tmp_path)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: lockstep.save(path, number=1),
+        "load": lambda: lockstep.load(path, number=1),
+        "steps": lambda: lockstep.steps(2, path, model=torch.nn.Linear(1, 1)),
+        "trace": lambda: lockstep.trace(path).__enter__(),
+        "log_to": lambda: lockstep.log_to(path),
+        "launch": lambda: lockstep.launch(print, 1, log_dir=path),
+    }
+    for name, call in calls.items():
+        with pytest.raises(BadLaunch if name == "launch" else kind) as found:
+            call()
+        assert re.search(told, str(found.value))
+    assert [*tmp_path.iterdir()] == []

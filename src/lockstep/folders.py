@@ -20,6 +20,23 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)  # or no more of it for this user
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def path_given(name: str, value: object, example: str) -> str:
+    """``value``, which is given as ``name``, as the path of a file or folder.
+
+    Raises:
+        TypeError: If it is neither text nor a Path.
+        ValueError: If it is empty, or no path may be called that.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
+        wanted = f"a path, such as {example!r}"
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), not {wanted}.")
+    if not text:
+        raise ValueError(f"{name} is empty. Give a path, such as {example!r}.")
+    if "\0" in text:
+        raise ValueError(f"{name} is {text!r}, and no path has a NUL. Give one without.")
+    return text
+
+
 class Folder:
     """An open folder. It stays this one if its path gets to be that of another.
 

@@ -20,6 +20,7 @@ from lockstep.checkpoint.folder import MAX_REMOVED, Manifest, newest
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.saving import background_of
 from lockstep.checkpoint.things import kind_of, names_of, prepare
+from lockstep.folders import path_given
 from lockstep.generators import generator_of_device
 from lockstep.nn import refuse_in_shard
 from lockstep.tree import decode
@@ -75,15 +76,16 @@ def load(
     refuse_in_shard("lockstep.load() is called")
     check_flag("random_state", random_state)
     check_flag("strict", strict)
+    path = path_given("path", path, "run")
     ranks = Ranks(process_group)
     background_of(ranks.group).finish_on(ranks)
     asked = {name: kind_of(things[name]) for name in sorted(things)}
-    ranks.check_same({"path": str(path), "things": asked}, "load")
+    ranks.check_same({"path": path, "things": asked}, "load")
     actions: dict[str, Callable[[], object]]
     for left in reversed(range(MAX_REMOVED)):
         failure, folder, actions = None, "", {}
         try:
-            folder = str(newest(Path(os.fspath(path)))) if ranks.rank == 0 else ""
+            folder = str(newest(Path(path))) if ranks.rank == 0 else ""
         except Exception as error:
             failure = error
         folder = ranks.gather(failure, folder)[0]

@@ -31,6 +31,7 @@ from lockstep.checkpoint.things import encode, kind_of
 from lockstep.comm import context_of
 from lockstep.deadline import Deadline
 from lockstep.errors import SaveFailed
+from lockstep.folders import path_given
 from lockstep.generators import generator_of_device
 from lockstep.nn import refuse_in_shard
 from lockstep.spans import span
@@ -97,9 +98,7 @@ def save(
     refuse_in_shard("lockstep.save() is called")
     keep = as_whole_number("keep", keep, "1 or more", at_least=1)
     check_flag("async_", async_)
-    if not os.fspath(path):
-        raise ValueError("path is empty. Give a folder for the checkpoints, such as 'run'.")
-    options = {"path": os.fspath(path), "keep": keep, "async_": async_}
+    options = {"path": path_given("path", path, "run"), "keep": keep, "async_": async_}
     with span("save"):
         return _save(Ranks(process_group), things, options)
 

@@ -1,5 +1,6 @@
 from .failures import JobOutcome as JobOutcome
 from .job import Job as Job
+from .job import absolute_path as absolute_path
 from .job import check_num_ranks as check_num_ranks
 from .job import check_num_threads as check_num_threads
 from .job import job_of as job_of

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import BadLaunch
+from lockstep.folders import path_given
 from lockstep.printable import shown, signal_name
 from lockstep.world import num_visible_gpus
 
@@ -33,6 +34,18 @@ _MOST_SCRIPT_BYTES = 1 << 26
 _NAME = re.compile(r"(?=.{1,253}$)(?:[\w-]{1,63}\.)*[\w-]{1,63}\.?")
 # What schedulers may be asked to send; others mean something else, or can't be handled.
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def absolute_path(name: str, folder: object) -> Path:
+    """Return the whole path of ``folder``, which was given as ``name``.
+
+    Raises:
+        BadLaunch: If that is no path.
+    """
+    try:
+        return Path(path_given(name, folder, "run1")).absolute()
+    except (TypeError, ValueError) as error:
+        raise BadLaunch(str(error)) from None
 
 
 class Program(NamedTuple):
@@ -161,7 +174,7 @@ def job_of(
         Program(name, tuple(argv), module),
         num_ranks,
         num_threads,
-        log_dir=None if log_dir is None else os.path.abspath(log_dir),
+        log_dir=None if log_dir is None else str(absolute_path("--log-dir", log_dir)),
         stdin_rank=_stdin_rank(stdin, least_ranks, num_hosts),
         meeting=_meeting(least_hosts, num_hosts, **meeting),
         full_traceback=full_traceback,

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
 from lockstep.errors import BadLaunch, LaunchError
@@ -25,6 +24,7 @@ from lockstep.launcher.interpreter import command_of
 from lockstep.launcher.job import (
     GRACE_SECONDS,
     Job,
+    absolute_path,
     check_grace,
     check_num_ranks,
     check_num_threads,
@@ -185,7 +185,7 @@ def launch(
         _pickled(fn, args),
         num_ranks,
         threads,
-        log_dir=None if log_dir is None else os.fspath(Path(log_dir).absolute()),
+        log_dir=None if log_dir is None else str(absolute_path("log_dir", log_dir)),
         labelled=output == "labelled",
         grace_seconds=check_grace(grace),
         restarts=num_restarts,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import BadLaunch
 from lockstep.folders import FULL_DISK
-from lockstep.launcher import Job, supervise
+from lockstep.launcher import Job, absolute_path, supervise
 from lockstep.printable import shown
 
 _BASELINE_STEPS = 30
@@ -93,7 +93,7 @@ def traced(
         if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
             raise BadLaunch(f"--trace-steps is {steps!r}; two numbers are needed, as in 10:20.")
         window = int(first), int(stop)
-    path = Path(folder).absolute()
+    path = absolute_path("--trace", folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for old in itertools.chain(path.glob("rank-*.spans"), path.glob("rank-*.json")):

@@ -22,7 +22,7 @@ import torch
 from lockstep import spans
 from lockstep.arguments import as_number, as_whole_number, refusal
 from lockstep.comm import uncompiled
-from lockstep.folders import new_text, open_named
+from lockstep.folders import new_text, open_named, path_given
 from lockstep.observe.event_files import EventFile
 from lockstep.observe.faults import give_up, make_folder, only_observing, write_line
 from lockstep.printable import printable
@@ -127,7 +127,7 @@ def _sink_of(sink: object) -> Sink | None:
         return sink
     if not isinstance(sink, str | os.PathLike):
         raise TypeError(refusal("A sink of log_to()", sink, "a path or a function"))
-    path = Path(sink)
+    path = Path(path_given("A sink of log_to()", sink, "run1/log.csv"))
     kinds: dict[str, Callable[[Path], Sink]] = {".csv": _Csv, ".jsonl": _JsonLines}
     with only_observing(f"log_to() can't write to {path}", _LOST):
         return kinds.get(path.suffix.lower(), EventFile)(path)

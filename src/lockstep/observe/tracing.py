@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from lockstep import spans
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.comm import uncompiled
+from lockstep.folders import path_given
 from lockstep.launcher import num_cores
 from lockstep.observe.clock import Offset, boot_id, measure_offset
 from lockstep.observe.evaluations import CONTEXTS, EvaluationWatch
@@ -86,7 +87,8 @@ def trace(folder: str | os.PathLike[str], *, steps: Steps | None = None) -> Iter
     from lockstep.world import init
 
     world = init()
-    with recording(Path(folder), world.rank, _checked(steps)) as rank_trace:
+    path = Path(path_given("folder", folder, "run1"))
+    with recording(path, world.rank, _checked(steps)) as rank_trace:
         rank_trace.join(world)
         yield
 

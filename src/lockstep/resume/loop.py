@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lockstep.arguments import as_whole_number
 from lockstep.checkpoint import Ranks, kind_of
+from lockstep.folders import path_given
 from lockstep.resume.checkpoints import STATE, Checkpoints
 from lockstep.resume.epochs import Epochs, Numbers
 from lockstep.resume.pace import SnapshotPace
@@ -141,7 +142,7 @@ def steps(
     ranks = Ranks(process_group)
     checkpoints = None
     if path is not None:
-        folder = Path(path).absolute()
+        folder = Path(path_given("path", path, "run")).absolute()
         checkpoints = Checkpoints(folder, ranks, things, save_every, keep)
     pace = SnapshotPace(ranks.group, snapshot_every)
     found = Steps[Any](ranks, batches, things, checkpoints, pace)
