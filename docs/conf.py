@@ -42,6 +42,7 @@ validation metrics AUC BLEU early stopping plateau best resume restart checkpoin
 accumulation nanoGPT GAN EMA padding collate_fn IterableDataset webdataset datasets speedup warmup
 num_workers learning download tqdm wandb mlflow docker shm kubernetes slurm pdb profiler jupyter
 notebook barrier Windows macOS FSDP2 find_unused_parameters
+contrastive triplets negatives
 """
 
 

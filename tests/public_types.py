@@ -140,6 +140,8 @@ def numbers(correct: Tensor) -> None:
     assert_type(lockstep.reduce({"correct": correct}, "sum"), dict[str, Tensor])
     assert_type(lockstep.reduce(0.5, weight=3), float)
     assert_type(lockstep.any(correct), bool)
+    assert_type(lockstep.all_gather(correct), Tensor)
+    lockstep.all_gather([correct])  # type: ignore[arg-type]
     assert_type(lockstep.broadcast({"correct": correct}, 1, allow_pickle=True), dict[str, Tensor])
     lockstep.reduce(0.5, "average")  # type: ignore[arg-type]
 

@@ -186,6 +186,7 @@ OF_PARALLEL_MODELS = {
     "Blame",
     "ReplicaDifference",
     "accumulate",
+    "all_gather",
     "check_replicas",
     "guard",
     "join",

@@ -42,6 +42,7 @@ PUBLIC_NAMES = {
     "World",
     "ZeroRedundancyOptimizer",
     "accumulate",
+    "all_gather",
     "any",
     "average_gradients",
     "broadcast",

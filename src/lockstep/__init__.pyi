@@ -40,6 +40,7 @@ from .optim import shard_optimizer as shard_optimizer
 from .resume import steps as steps
 from .same_bits import shards as shards
 from .seeds import seed as seed
+from .values import all_gather as all_gather
 from .values import any as any
 from .values import broadcast as broadcast
 from .world import World as World

@@ -1,4 +1,4 @@
-"""Values that all ranks have alike: what one of them has, and whether a flag is set on any."""
+"""Values that all ranks have alike: one rank's, all ranks' rows, whether a flag is set on any."""
 
 from __future__ import annotations
 
@@ -18,18 +18,99 @@ from lockstep.comm import (
     broadcast_tensors,
     bytes_of,
     check_same_facts,
+    device_of_facts,
     global_rank,
+    start_all_reduce,
     sum_at,
+    uncompiled,
 )
 from lockstep.errors import CollectiveMismatch
-from lockstep.metrics import ranks_of_call
+from lockstep.metrics import ranks_of_call, reduce
+from lockstep.nn import backward_sync_of
 from lockstep.tree import Collector, Header, decode, from_flat
 from lockstep.world import device_in
 
-__all__ = ["any", "broadcast"]
+__all__ = ["all_gather", "any", "broadcast"]
 
 _log = logging.getLogger("lockstep")
 _T = TypeVar("_T")
+
+
+@uncompiled
+def all_gather(tensor: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the rows of all ranks' ``tensor``, in rank order; gradients flow back to each rank. ::
+
+        everyone, labels = lockstep.all_gather(model(x)), lockstep.all_gather(y)
+        loss = F.cross_entropy(everyone @ everyone.T, labels)  # some loss between samples
+
+    Each rank computes the loss of the global batch, and the gradients of a parallel model are those
+    of one process. They are, too, if each rank compares its own samples with all, and
+    :func:`lockstep.mean` is taken of these losses. Parts may be uneven.
+
+    Every rank must call it, and run a backward through the result if one does; both block. The
+    gradient of a row is the sum of those that the ranks' losses have. A number is a row. On one
+    rank it returns ``tensor``.
+
+    Args:
+        tensor: This rank's rows, along dimension 0: as many as it has samples, or none. The other
+            dimensions and the dtype are the same on all ranks.
+        process_group: The ranks; by default all of :func:`init`.
+
+    Raises:
+        CollectiveMismatch: On every rank, naming one that gives something else.
+        CollectiveFailed: If a rank is lost or late, or inside of ``join()``.
+        TypeError: If ``tensor`` isn't a tensor.
+    """
+    group, _ = ranks_of_call("all_gather", process_group)
+    if group.size() == 1 and isinstance(tensor, Tensor):
+        return tensor if tensor.dim() else tensor.reshape(1)
+    count = torch.tensor([len(tensor) if isinstance(tensor, Tensor) and tensor.dim() else 1])
+    gathered = reduce({"rows": tensor, "counts": count}, "cat", process_group=process_group)
+    rows: Tensor = gathered["rows"]
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return rows
+    begin = int(gathered["counts"][: group.rank()].sum())
+    local = tensor if tensor.dim() else tensor.reshape(1)
+    all_rows: Tensor = _Rows.apply(local, rows, begin, group)  # type: ignore[no-untyped-call]
+    return all_rows
+
+
+@uncompiled
+class _Rows(torch.autograd.Function):
+    """The rows of all ranks, differentiated by those of this rank, in the losses of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, rows: Tensor, begin: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.own, ctx.group = slice(begin, begin + len(local)), group
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        total: Tensor = _SumOverRanks.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
+        return total[ctx.own], None, None, None
+
+
+@uncompiled
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks, in a loss that is itself the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        backward_sync_of(group).begin_before_collective()
+        # Half precision would lose what a small part adds to a sum.
+        wide = torch.promote_types(local.dtype, torch.float32)
+        total = local.to(device_of_facts(group), wide, copy=True).contiguous()
+        if total.numel():
+            start_all_reduce(group, total.view(-1)).wait()
+        return total.to(local.device, local.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total: Tensor = _SumOverRanks.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
+        return total, None
 
 
 def any(flag: bool | Tensor, *, process_group: dist.ProcessGroup | None = None) -> bool:

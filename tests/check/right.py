@@ -277,6 +277,14 @@ for x, y in loader_of():
         each.step()
         each.zero_grad()
 """,
+    "a loss between the samples of all ranks": """\
+model = lockstep.parallelize(net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader_of():
+    given, labels = lockstep.all_gather(model(x)), lockstep.all_gather(y)
+    differ = labels[:, None] != labels[None]
+    step(optimizer, (F.relu(1 - torch.cdist(given, given)) * differ).amax(1).mean())
+""",
     "a few rows of a table": """\
 table = lockstep.parallelize(nn.Embedding(30, 4))
 optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)

@@ -87,6 +87,19 @@ def test_a_cause_that_is_named_is_right(name: str, checked: Callable[..., Said])
         assert any(mistake.words in cause for cause in causes), said
 
 
+@pytest.mark.long
+def test_a_loss_between_a_ranks_own_samples_is_told_of_all_gather(
+    checked: Callable[..., Said],
+) -> None:
+    hardest = "        given = model(x)\n        differ = y[:, None] != y[None]\n"
+    hardest += "        hinge = F.relu(1 - torch.cdist(given, given)) * differ\n"
+    hardest += "        loss = lockstep.mean(hinge.max(1).values)\n"
+    said = checked(programs.BEGIN + programs.usual((programs.LOSS, hardest)))
+    assert said.code == 1, said
+    assert "what all modules are given and give is" in said.told
+    assert "lockstep.all_gather(embeddings)" in said.told
+
+
 @pytest.mark.parametrize("name", some(right.RIGHT, SOON_RIGHT))
 def test_nothing_is_found_in_a_right_program(name: str, checked: Callable[..., Said]) -> None:
     said = checked(right.programs()[name])

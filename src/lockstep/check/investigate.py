@@ -89,7 +89,9 @@ class _Investigation:
         if is_known:
             return evidence, [
                 "what all modules are given and give is, on all ranks together, that of one "
-                "process: the difference comes after them, in the loss, gradients or the step."
+                "process: the difference comes after them, in the loss, gradients or the step. A "
+                "loss that compares samples with each other (contrastive, of triplets) needs those "
+                "of all ranks: lockstep.all_gather(embeddings)."
             ]
         return evidence, []
 
