@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import CollectiveFailed
+from lockstep.errors import CollectiveFailed, ModelError
 from lockstep.nn import backward
 from tests.nn.models import Refusing
 from tests.simulated import control
@@ -91,9 +91,12 @@ def told_in_steps(world: lockstep.World, case: Case) -> list[str]:
         if not error or (case.steps and "refused" in error):
             if case.clips:
                 lockstep.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
+            try:
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+            except ModelError as caught:
+                error = str(caught)
         torch.accelerator.synchronize()
         told.append(error)
     return told
@@ -137,6 +140,23 @@ def test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all(
         assert named == named[:1] * num_ranks, (case, told)
         who = f"rank {case.ranks[0]}" if len(case.ranks) == 1 else "some rank"
         assert any(f"failed on {who} some steps ago" in errors[named[0][0]] for errors in told)
+
+
+OF_SCALERS = [Case([1], not_sharded, scales=True), Case([0], scales=True)]
+
+
+def test_a_scaler_that_a_failed_backward_left_out_is_named_on_all() -> None:
+    """The others have lowered its scale, as gradients were no numbers."""
+    by_rank = lockstep.launch(told_by_case, 2, (OF_SCALERS,))
+    for number, case in enumerate(OF_SCALERS):
+        told = [each[number] for each in by_rank]
+        assert [errors[FAILING] for errors in told] == [
+            "refused" * (r in case.ranks) for r in (0, 1)
+        ]
+        assert not any(any(errors[:FAILING]) for errors in told)
+        named = [["scale of this GradScaler is" in text for text in each] for each in told]
+        assert named[0] == named[1], (case, told)
+        assert named[0][-1], (case, told)
 
 
 def told_in_time(world: lockstep.World, backend: str) -> tuple[str, float]:

@@ -63,37 +63,49 @@ def moved_later(model: nn.Module) -> nn.Module:
     return lockstep.parallelize(model.cpu(), bucket_cap_mb=0.005).to(device)
 
 
+def moved_by_hand(model: nn.Module) -> nn.Module:
+    device = next(model.parameters()).device
+    lockstep.parallelize(model.cpu(), bucket_cap_mb=0.005)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device)
+    return model
+
+
 def of_torch(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
 
 
-def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[torch.Tensor]:
+def gradients(world: lockstep.World, wrap: Callable, delay: str) -> list[list[torch.Tensor]]:
+    """Those of each of three backwards."""
     model = two_branches().to(world.device)
     model.side = torch.Stream(control.KIND)
     parallel = wrap(model)
     x = batch(world.world_size).chunk(world.world_size)[world.rank].to(world.device)
     torch.accelerator.synchronize()
+    found = []
     with control.delayed(delay):
         for _ in range(3):
             parallel.zero_grad()
             parallel(x).square().sum(1).mean().backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
         torch.accelerator.current_stream().synchronize()
-        return [parameter.grad.cpu() for parameter in model.parameters()]
+        return [[gradient.cpu() for gradient in each] for each in found]
 
 
 @pytest.mark.parametrize(
     ("world_size", "delay"),
     [(2, "0,5"), (2, "5,0"), (2, "0,lazy"), (2, "lazy,0"), (2, "lazy"), (3, "0,5"), (3, "lazy")],
 )
-@pytest.mark.parametrize("wrap", [parallelized, wrapped, moved_later, of_torch])
+@pytest.mark.parametrize("wrap", [parallelized, wrapped, moved_later, moved_by_hand, of_torch])
 def test_gradients_of_branches_on_two_streams(wrap: Callable, world_size: int, delay: str) -> None:
     if torch.accelerator.device_count() < world_size:
         pytest.skip("needs a device for each rank")
     expected = two_branches()
     expected(batch(world_size)).square().sum(1).mean().backward()
-    for mine in lockstep.launch(gradients, world_size, (wrap, delay)):
-        for gradient, parameter in zip(mine, expected.parameters(), strict=True):
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)
+    theirs = [parameter.grad for parameter in expected.parameters()]
+    for found in lockstep.launch(gradients, world_size, (wrap, delay)):
+        for mine in found:
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 class TwoDevices(nn.Module):
