@@ -84,7 +84,7 @@ SHELVES = {
         "comm": 6_564,
         "world": 2_881,
         "grad": 3_554,
-        "nn": 8_840,
+        "nn": 8_899,
         "launcher": 6_614,
         "train": BUDGET_OF_A_MODULE,
     },

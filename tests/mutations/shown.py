@@ -257,6 +257,13 @@ SHOWN = [
         delay="lazy",
     ),
     mutation(
+        "test_a_change_of_one_rank_alone_is_named_on_all",
+        "nn/after_backward.py",
+        "if asked(store.compare_set",
+        "if True or asked(store.compare_set",
+        delay="lazy",
+    ),
+    mutation(
         "test_a_backward_that_fails_on_one_rank_and_is_caught_is_named_on_all",
         "nn/after_backward.py",
         "            self._take_part(called[-1])",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
@@ -14,7 +16,9 @@ from tests.simulated import control
 
 pytestmark = pytest.mark.forks
 
-NUM_STEPS = 6
+NUM_STEPS, SECONDS = 6, 5
+# A group that carries tensors of the host too.
+BOTH = f"cpu:gloo,{control.KIND}:{control.BACKEND}"
 
 
 class Cached(nn.Module):
@@ -38,10 +42,25 @@ def put_a_parameter(model: Cached) -> None:
     model.first._parameters["bias"] = nn.Parameter(model.first.bias.detach().clone())
 
 
-def told_in_steps(world: lockstep.World, changes: Callable, rank: int) -> list[str]:
+def add_a_module(model: Cached) -> None:
+    model.extra = nn.Linear(2, 2).to(model.cache.device)
+
+
+def group_of(backend: str) -> dist.ProcessGroup:
+    """One whose ranks don't wait long for others."""
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=SECONDS))
+    if backend == "simccl":  # which doesn't tell how long it waits, as backends of others needn't
+        group.get_group_store().set_timeout(timedelta(seconds=SECONDS))
+    return group
+
+
+def told_in_steps(
+    world: lockstep.World, changes: Callable, rank: int, backend: str | None = None
+) -> list[str]:
     """What each step of a program is told that goes on after an error."""
     control.set_delay("0,0")
-    model = lockstep.parallelize(Cached().to(world.device))
+    group = None if backend is None else group_of(backend)
+    model = lockstep.parallelize(Cached().to(world.device), process_group=group)
     told = []
     for step in range(NUM_STEPS):
         if step == 2 and world.rank == rank:
@@ -61,13 +80,18 @@ def told_in_steps(world: lockstep.World, changes: Callable, rank: int) -> list[s
     [
         (set_another_buffer, "the buffer 'cache' from (2,) float32 to (3,)", "buffer 'cache' is ("),
         (put_a_parameter, "the parameter 'first.bias', put", "'first.bias' is a "),
+        (add_a_module, "the parameter 'extra.weight', put", "'extra.weight' is "),
     ],
 )
+@pytest.mark.parametrize("backend", [control.BACKEND, BOTH])
 def test_a_change_of_one_rank_alone_is_named_on_all(
-    changes: Callable, here: str, everywhere: str, rank: int
+    changes: Callable, here: str, everywhere: str, rank: int, backend: str
 ) -> None:
-    """On that rank at once, and on all in the next backward, of which all know."""
-    by_rank = lockstep.launch(told_in_steps, 2, (changes, rank))
+    """On that rank at once, and on all in the next backward, of which all know.
+
+    Of a module torch tells, and other ranks are waited for first.
+    """
+    by_rank = lockstep.launch(told_in_steps, 2, (changes, rank, backend))
     mine, others = by_rank[rank], by_rank[1 - rank]
     assert mine[:2] + others[:3] == [""] * 5
     assert mine[2].startswith(f"Rank {rank} has changed {here}")

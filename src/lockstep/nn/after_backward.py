@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from lockstep.comm import (
     carrier,
     device_of_facts,
     follow_update,
+    global_rank,
     is_agreed,
     num_updates,
     start_all_reduce,
@@ -37,9 +38,14 @@ from lockstep.entries import value_in
 from lockstep.errors import CollectiveFailed
 from lockstep.world import device_of_sums
 
+_Answer = TypeVar("_Answer")
+
 # Of how many backwards a rank tells: others may be as far ahead of one that has failed.
 _NUM_KEPT = 32
 _POLL_SECONDS = 0.05
+# For which part of the time that a collective may take ranks wait for each other in the store. The
+# rest is for a backward of those that came, in which the others wait on their GPUs already.
+_PART_OF_TIME = 0.9
 
 
 class Call(NamedTuple):
@@ -76,6 +82,8 @@ class AfterBackward:
         # After a backward that has failed, how many of the others' calls this rank has called too.
         self._num_followed: int | None = None
         self._has_told = False
+        # Where ranks have last met in the store, and how often they have before at this place.
+        self._place, self._num_met = (0, 0), 0
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -129,6 +137,26 @@ class AfterBackward:
                 self._store.set(str(self._rank), json.dumps(self._told))
         except RuntimeError:
             self._store = None
+
+    def late_ranks(self, number: int) -> list[int]:
+        """Wait until all ranks have called this; return those that haven't in time, as they all do.
+
+        A collective that one rank alone calls would meet those of the others' backward, and NCCL
+        compares nothing. Shown by test_a_change_of_one_rank_alone_is_named_on_all.
+
+        Args:
+            number: That of the engine, in whose order ranks come.
+        """
+        place = self._number, number
+        self._num_met = self._num_met + 1 if self._place == place else 0
+        self._place = place
+        try:
+            if self._store is not None and not is_agreed(self._group):
+                key = f"{self._number}/{number}/{self._num_met}"
+                return _late(dist.PrefixStore(key, self._store), self._group)
+        except RuntimeError:
+            self._store = None
+        return []
 
     def _follow(self, number: int, call: Call) -> int | None:
         """Call what others do behind the first ``number`` calls, until that is ``call``.
@@ -195,6 +223,23 @@ class AfterBackward:
         dtype = torch.float64 if device_of_sums(device) == device else torch.float32
         for _ in range(call.detail):
             start_all_reduce(group, torch.zeros(2, dtype=dtype, device=device)).wait()
+
+
+def _late(store: dist.Store, group: dist.ProcessGroup) -> list[int]:
+    """Wait in ``store`` for all ranks of ``group``; return those that don't come in time."""
+    keys = {str(rank): global_rank(group, rank) for rank in range(group.size())}
+
+    def asked(call: Callable[..., _Answer], *arguments: object) -> _Answer:
+        return answered(partial(call, *arguments), STORE_SECONDS)
+
+    asked(store.set, str(group.rank()), "")
+    seconds = _PART_OF_TIME * timeout_of(group).total_seconds()
+    are_there = Deadline(seconds).until(lambda: asked(store.check, [*keys]), _POLL_SECONDS)
+    # The first that says so has the last word, as others may come meanwhile.
+    if asked(store.compare_set, "come", "", "all" if are_there else "not all") == b"all":
+        return []
+    late = [rank for key, rank in keys.items() if not asked(store.check, [key])]
+    return late or [global_rank(group, group.rank())]
 
 
 def ranks_on_gpus(group: dist.ProcessGroup) -> set[int]:

@@ -52,7 +52,6 @@ class BackwardSync:
         # One lock for all groups on GPUs, of which each begins others: see _sharing_gpus().
         self._ranks_on_gpus = ranks_on_gpus(group)
         self._lock = _lock_on_gpus if self._ranks_on_gpus else threading.RLock()
-        # What ranks tell each other then.
         self._after = AfterBackward(group) if len(self._ranks_on_gpus) > 1 else None
         self._engines = Engines()
         self._backward: BackwardPass | None = None
@@ -404,7 +403,8 @@ class BackwardSync:
         """
         if engine.has_changed():
             self.finish_failed()
-            engine.refresh(in_backward=self.is_running())
+            late_ranks = self._after.late_ranks if self._after is not None else None
+            engine.refresh(in_backward=self.is_running(), late_ranks=late_ranks)
 
     def end(self) -> None:
         """End the backward, and wait until all gradients are reduced.

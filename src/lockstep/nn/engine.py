@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import any_rank, broadcast_tensors, can_exchange_buffers
-from lockstep.errors import CollectiveFailed, ModelMismatch, ParameterChanged
+from lockstep.errors import CollectiveFailed, CollectiveTimeout, ModelMismatch, ParameterChanged
 from lockstep.grad import (
     DeferredBucket,
     DeferredParameter,
@@ -162,7 +162,8 @@ class Engine:
 
         The end of a backward names them, but no hook would begin one that reaches no other ones.
         Shown by test_what_is_put_in_place_and_trained_by_hand_is_named. What accumulates gradients
-        on a GPU is kept, and is made anew for data of another form.
+        on a GPU is kept, and is made anew for data of another form: autograd has dropped it then,
+        and would make one on the stream of each forward.
         """
         self.watch.is_to_look = False
         self._hooks.attach_unknown(self.put_in_place().values())
@@ -352,14 +353,22 @@ class Engine:
                 "known from now on."
             )
 
-    def refresh(self, *, in_backward: bool, is_agreed: bool = False) -> None:
+    def refresh(
+        self,
+        *,
+        in_backward: bool,
+        is_agreed: bool = False,
+        late_ranks: Callable[[int], list[int]] | None = None,
+    ) -> None:
         """Continue with the parameters that the module has now; new ones get rank 0's values.
 
         Every rank must call it, except for a copied model that has not been trained yet. If it
-        ``is_agreed``, some rank has others.
+        ``is_agreed``, some rank has others. If there are ``late_ranks``, the end of the next
+        backward names the parameters that are new.
 
         Raises:
             ModelMismatch: If the ranks' modules have changed in different ways.
+            CollectiveTimeout: If there are late ranks, and no new parameters.
         """
         self.is_stale, self.watch.refreshing = False, Forwards.NONE
         module = self.module
@@ -378,6 +387,11 @@ class Engine:
         added = {name: p.detach() for name, p in self._tracked.new_among(named).items()}
         left_out = self._options.left_alone(module)
         try:
+            if late := late_ranks(self.number) if late_ranks is not None else []:
+                if self.put_in_place():
+                    return
+                who = f"Rank {', '.join(map(str, late))}"
+                raise CollectiveTimeout(f"{who} did not come to compare models in time.", late)
             check_same_model(module, self.process_group, left_out=left_out, new=added)
         except ModelMismatch as error:
             error.add_note("They were the same when they were made parallel, but changed since.")
