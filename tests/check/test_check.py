@@ -107,6 +107,56 @@ def test_nothing_is_found_in_a_right_program(name: str, checked: Callable[..., S
     assert "All parameters and buffers are alike after each of" in said.told
 
 
+def in_shards(loader: str, batch: str) -> str:
+    """A program whose steps are in shards, with dropout in them."""
+    return (
+        programs.BEGIN
+        + f"""\
+lockstep.seed(0)
+model = lockstep.parallelize(net(nn.Tanh(), nn.Dropout(0.3)))
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in {loader}:
+    for x, y in lockstep.shards(model, {batch}):
+        lockstep.mean(losses_of(model(x), y)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("loader", "batch", "float64"),
+    [
+        ("loader_of(shards=4)", "batch", False),
+        pytest.param("loader_of(shards=4)", "batch", True, marks=pytest.mark.long),
+        pytest.param(
+            "torch.utils.data.DataLoader(data, 21)", "batch, 4", False, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_steps_in_shards_have_the_bits_of_one_process(
+    loader: str, batch: str, float64: bool, checked: Callable[..., Said]
+) -> None:
+    said = checked(in_shards(loader, batch), ranks=3, float64=float64)
+    assert said.code == 0, said
+    assert "the same, bit by bit, after each of 4 steps, all of them in shards" in said.told
+    assert "dropout is off" not in said.told
+
+
+def test_a_difference_in_bits_alone_is_told_with_the_first_parameter_and_step(
+    checked: Callable[..., Said],
+) -> None:
+    text = in_shards("loader_of(shards=4)", "batch").replace(
+        "    optimizer.zero_grad()",
+        "    model[3].bias.data.add_(1e-7 * world.world_size)\n    optimizer.zero_grad()",
+    )
+    said = checked(text)
+    assert said.code == 1, said
+    assert "Rank 0 and one process part in step 2, first in '3.bias': by " in said.told
+    assert "steps in shards have the same bits on any number of ranks" in said.told
+    assert "outside of the loop over lockstep.shards() depends on the number" in said.told
+
+
 @pytest.mark.long
 def test_three_ranks_are_alike_in_float64(checked: Callable[..., Said]) -> None:
     said = checked(BODY, ranks=3, float64=True)

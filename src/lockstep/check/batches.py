@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from lockstep.check.records import BatchRecord, CollatedSamples, Records
 from lockstep.comm import bytes_of
 from lockstep.errors import LockstepError
+from lockstep.same_bits import ShardedBatch
 from lockstep.torch_private import tree_leaves
 
 OUR_LOADER = "lockstep.DataLoader(dataset, batch_size=...), whose batch_size is the global one"
@@ -98,6 +100,18 @@ def joined(parts: Sequence[Any]) -> Any:
         f"of {shapes}, and how they were made isn't known, or random numbers were drawn for that. "
         "Let the dataset give single samples, which collate_fn makes a batch of, and draw random "
         "numbers in the dataset."
+    )
+
+
+def joined_shards(parts: Sequence[ShardedBatch]) -> ShardedBatch:
+    """The shards of the batch of which the ranks had ``parts``, as one rank has them."""
+    first = parts[0]
+    return ShardedBatch(
+        itertools.chain(*parts),
+        [*itertools.chain(*(part.numbers for part in parts))],
+        first.num_shards,
+        seed=first.seed,
+        place=first.place,
     )
 
 

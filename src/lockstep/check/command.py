@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lockstep.check.batches import OUR_LOADER, is_divided_by_program, repeated
 from lockstep.check.causes import Mistake
-from lockstep.check.compare import Comparison, Runs, compare, other_start
+from lockstep.check.compare import Comparison, Parting, Runs, compare, other_start
 from lockstep.check.investigate import Cause, cause_of
 from lockstep.check.recorder import WatchedProgram
 from lockstep.check.records import ALONE, ROUNDED, CheckPlan, End, Records, of_rank
@@ -106,7 +106,9 @@ def _findings(
 
     findings, notes = [], []
     comparison = as_it_is = compare(runs)
-    if comparison.parting is not None:
+    if comparison.parting is not None and comparison.parting.in_bits:
+        findings.append(_of_bits(comparison.parting))
+    elif comparison.parting is not None:
         console.print("[bold]check:[/bold] they part; further runs look for the cause")
         cause = cause_of(comparison, plan, runs, run)
         if cause.is_noise:
@@ -162,6 +164,24 @@ def _of_difference(comparison: Comparison, cause: Cause) -> CheckFinding:
         f"{parting.difference:.1e}, where rounding explains {parting.tolerance:.1e}."
     )
     return CheckFinding(where, cause.mistakes, cause.known, ", ".join(cause.tried))
+
+
+def _of_bits(parting: Parting) -> CheckFinding:
+    others = "one process" if parting.rank is None else f"rank {parting.rank}"
+    return CheckFinding(
+        f"Rank 0 and {others} part in step {parting.number}, first in {parting.name!r}: by "
+        f"{parting.difference:.1e}, which rounding explains. But steps in shards have the same "
+        "bits on any number of ranks.",
+        [
+            Mistake(
+                "something outside of the loop over lockstep.shards() depends on the number of "
+                "ranks, or a forward keeps state besides buffers, or draws from a generator that "
+                "isn't global.",
+                "Compute it of what the loop leaves (the gradients, its loss), which is the same "
+                "on all ranks; and keep state in buffers.",
+            )
+        ],
+    )
 
 
 def _not_finite(name: str, number: int) -> CheckFinding:
@@ -293,6 +313,12 @@ def _tell(
         if found.tried and not found.mistakes:
             console.print(f"Switched off, one by one and together, without success: {found.tried}.")
     if comparison.num_steps and comparison.parting is None and comparison.not_finite is None:
+        if comparison.in_shards:
+            console.print(
+                "[green]All parameters and buffers are the same, bit by bit, after each of "
+                f"{comparison.num_steps} steps[/green], all of them in shards."
+            )
+            return
         console.print(
             f"[green]All parameters and buffers are alike after each of {comparison.num_steps} "
             f"steps[/green]: the largest difference is {comparison.difference:.1e}, and rounding "

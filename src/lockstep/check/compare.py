@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep.check.records import Records, Step
+from lockstep.comm import bytes_of
 
 # A difference counts if it is this many times what one more rounding error in each step makes.
 _FACTOR = 64
@@ -26,6 +27,7 @@ class Parting(NamedTuple):
     rank: int | None  # that differs from rank 0; None if all ranks differ from one process
     number: int = 0  # of the step after which it is
     in_evaluation: bool = False  # and not yet right after the step
+    in_bits: bool = False  # whether rounding explains it, but not after steps in shards
 
     @property
     def counts(self) -> bool:
@@ -53,12 +55,13 @@ class Comparison(NamedTuple):
     not_finite: str | None = None  # the first trained tensor that isn't finite in any run
     are_even: bool = False  # whether all ranks had equally many samples in each step
     are_same: bool = False  # whether all ranks have trained on the same samples
+    in_shards: bool = False  # whether all steps were in shards, so that every bit is the same
 
 
 def compare(runs: Runs, up_to: int | None = None) -> Comparison:
     """Compare all steps, or the first ``up_to``, until runs part."""
     largest = tolerance = 0.0
-    are_even = are_same = True
+    are_even = are_same = in_shards = True
     number = 0
     while up_to is None or number < up_to:
         steps = [records.step(number + 1) for records in runs.ranks]
@@ -79,11 +82,19 @@ def compare(runs: Runs, up_to: int | None = None) -> Comparison:
                 max(largest, parting.difference),
                 max(tolerance, parting.tolerance),
             )
+        in_shards &= alone.in_shards and any(step.in_shards for step in together)
+        if in_shards and (differing := _in_bits(number, together, alone)) is not None:
+            return Comparison(number, largest, tolerance, differing)
         if name := _not_finite(one):
             return Comparison(number, largest, tolerance, not_finite=name)
     is_any = number > 0
     return Comparison(
-        number, largest, tolerance, are_even=are_even and is_any, are_same=are_same and is_any
+        number,
+        largest,
+        tolerance,
+        are_even=are_even and is_any,
+        are_same=are_same and is_any,
+        in_shards=in_shards and is_any,
     )
 
 
@@ -101,6 +112,23 @@ def _partings(
         moved = (by_one, runs.rounded.evaluation(number) or {})
         found = _parting(evaluations, by_alone, moved, alone.eps)
         yield found._replace(number=number, in_evaluation=True)
+
+
+def _in_bits(number: int, ranks: Sequence[Step], alone: Step) -> Parting | None:
+    """The first tensor, parameters before buffers, that differs in any bit after a step."""
+    first = ranks[0].tensors
+    for name, value in first.items():
+        for rank, step in [*enumerate(ranks[1:], 1), (None, alone)]:
+            other = step.tensors.get(name, value)
+            if other.dtype != value.dtype or _bits(other) != _bits(value):
+                difference = _distance(value, other)
+                return Parting(name, difference, 0.0, rank, number, in_bits=True)
+    return None
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    contiguous = tensor.contiguous()
+    return bytes(bytes_of(contiguous))
 
 
 def gradients_differ(runs: Runs, number: int) -> Parting:

@@ -12,11 +12,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 import lockstep.data
-from lockstep.check.batches import Part, global_batch, hashes_of_rows, is_empty
+from lockstep.check.batches import Part, global_batch, hashes_of_rows, is_empty, joined_shards
 from lockstep.check.records import BatchRecord, CheckPlan, CollatedSamples, Records, of_rank
 from lockstep.check.switches import Switches
 from lockstep.data import of_batch
 from lockstep.generators import global_generators
+from lockstep.same_bits import ShardedBatch
 from lockstep.torch_private import tree_leaves, tree_map_only
 
 
@@ -187,7 +188,9 @@ class Loaders:
                 for rank, batch in found
             ]
             value = parts[0].value
-            if not self._plan.divides_itself:
+            if isinstance(value, ShardedBatch):
+                value = joined_shards([part.value for part in parts])
+            elif not self._plan.divides_itself:
                 collate = loader.collate_fn if loader.batch_sampler is not None else None
                 value = self._doubled(global_batch(collate, parts))
             global_generators().write(parts[0].batch.random_state)
@@ -197,6 +200,9 @@ class Loaders:
             number += 1
 
     def _doubled(self, value: Any) -> Any:
+        if isinstance(value, ShardedBatch):
+            value[:] = map(self._doubled, value)
+            return value
         return tree_map_only(torch.Tensor, _doubled, value) if self._plan.float64 else value
 
 

@@ -37,7 +37,7 @@ from lockstep.check.switches import Switches, rounded
 from lockstep.check.trials import Suspect, Trial, options_of
 from lockstep.comm import bytes_of
 from lockstep.generators import global_generators
-from lockstep.nn import are_parallel
+from lockstep.nn import are_parallel, current_shard
 from lockstep.torch_private import tree_leaves
 from lockstep.world import parameters_of
 
@@ -55,6 +55,7 @@ class _StepSoFar:
         changed: The names of tensors that the program has changed between two steps.
         draws: Whether the program has drawn random numbers.
         accumulates: Whether it has called accumulate().
+        num_in_shards: The number of backwards in loops over shards.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class _StepSoFar:
         self.inputs = 0
         self.changed: list[str] = []
         self.draws = self.accumulates = False
+        self.num_in_shards = 0
 
 
 class WatchedProgram:
@@ -281,6 +283,7 @@ class WatchedProgram:
         if not self._step.backwards:
             self._trial.note_kept(self._all_trained().values())
         self._step.backwards.append(known)
+        self._step.num_in_shards += current_shard() is not None
         self._loaders.num_backwards += 1
         trained = self._all_trained() if self._plan.suspects else {}
         tensors = self._trial.before_backward(tensors, known.num_rows, trained)
@@ -332,6 +335,7 @@ class WatchedProgram:
             draws=self._step.draws,
             accumulates=self._step.accumulates,
             eps=max([self._eps, *map(_eps_of, trained)]),
+            in_shards=0 < self._step.num_in_shards == len(self._step.backwards),
         )
         self._records.save(f"step-{number}", step)
         if self._trace is not None:

@@ -77,6 +77,7 @@ class Step:
     draws: bool  # whether random numbers were drawn since the last batch or step
     accumulates: bool  # whether micro-batches were accumulated
     eps: float  # the relative rounding error of what it computed with
+    in_shards: bool = False  # whether all backwards were in loops over shards
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.generators import global_generators
+from lockstep.nn import current_shard
 
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
@@ -56,6 +57,8 @@ class Switches:
         def keep(
             original: Callable[..., object], x: torch.Tensor, *args: Any, **options: Any
         ) -> object:
+            if current_shard() is not None:  # it draws the same on any number of ranks
+                return original(x, *args, **options)
             if original.__name__ == "rrelu":
                 return original(x, *args[:2], training=False)
             self._note()
@@ -68,6 +71,8 @@ class Switches:
             self.wrap(cls, "__init__", self._make)
 
     def _attend(self, original: Callable[..., object], *args: Any, **options: Any) -> object:
+        if current_shard() is not None:
+            return original(*args, **options)
         if options.pop("dropout_p", 0.0) or args[4:5] not in ((), (0.0,)):
             self._note()
         return original(*args[:4], *((0.0,) if args[4:] else ()), *args[5:], **options)
