@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -43,6 +44,20 @@ def noted_sends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noting(self: HostsCollectives, network: Network, method: str, *rest: object) -> None:
         sent.append(method)
+        run(self, network, method, *rest)
+
+    monkeypatch.setattr(HostsCollectives, "_run", noting)
+    return sent
+
+
+def noted_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that ranks send to other hosts in an all-to-all from now on, by call."""
+    sent, run = list[int](), HostsCollectives._run
+
+    def noting(self: HostsCollectives, network: Network, method: str, *rest: Any) -> None:
+        if method == "alltoall_base":
+            here = self._transport.hosts[self._transport.host]
+            sent.append(sum(size for rank, size in enumerate(rest[3]) if rank not in here))
         run(self, network, method, *rest)
 
     monkeypatch.setattr(HostsCollectives, "_run", noting)

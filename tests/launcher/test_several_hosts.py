@@ -401,3 +401,42 @@ def test_mistyped_address_is_told_in_time_with_the_right_ones(bench: Bench, host
     assert f"The addresses of this host, {socket.gethostname()}, are " in done.stderr
     assert "127.0.0.1 (lo)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+IN_SHARDS = """
+    import hashlib
+    import torch
+    import torch.nn.functional as F
+    import lockstep
+
+    world = lockstep.init()
+    lockstep.seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(208, 20), torch.arange(208) % 3)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Dropout(0.2),
+        torch.nn.Linear(30, 3),
+    )
+    model = lockstep.parallelize(net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in lockstep.DataLoader(data, 32, shuffle=True, seed=0, shards=8):
+        for x, y in lockstep.shards(model, batch):
+            lockstep.mean(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = b"".join(each.numpy().tobytes() for each in model.state_dict().values())
+    world.print(hashlib.sha256(state).hexdigest())
+    """
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 1, 1)])
+def test_hosts_that_are_launched_end_with_the_bits_of_one_rank(
+    bench: Bench, ranks: tuple[int, ...]
+) -> None:
+    out, err = bench.start("run", "-n", 1, bench.script(IN_SHARDS)).communicate(timeout=120)
+    alone = lines_of(out, 0)
+    assert len(alone) == 1, err
+    hosts = start_hosts(bench, IN_SHARDS, ranks=ranks)
+    ends = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0] * len(ranks), ends
+    assert lines_of(ends[0][0], 0) == alone

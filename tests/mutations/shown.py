@@ -304,7 +304,7 @@ SHOWN = [
     ),
     mutation(
         "test_a_parameter_without_gradient_in_some_shards_keeps_the_sign_of_zero",
-        "same_bits/sums.py",
+        "same_bits/chunks.py",
         "_NOTHING = -0.0",
         "_NOTHING = 0.0",
     ),

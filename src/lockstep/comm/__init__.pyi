@@ -8,13 +8,13 @@ from .any_group import all_gather as all_gather
 from .any_group import all_gather_bytes as all_gather_bytes
 from .any_group import all_gather_json as all_gather_json
 from .any_group import all_gather_rows as all_gather_rows
-from .any_group import all_to_all as all_to_all
 from .any_group import any_rank as any_rank
 from .any_group import check_same_facts as check_same_facts
 from .any_group import device_of_facts as device_of_facts
 from .any_group import differing_facts as differing_facts
 from .any_group import have_same as have_same
 from .any_group import send_and_receive as send_and_receive
+from .any_group import start_all_to_all as start_all_to_all
 from .any_group import sum_rows as sum_rows
 from .any_group import without_wait as without_wait
 from .arguments import flattened as flattened
@@ -25,6 +25,7 @@ from .backends import register_backends as register_backends
 from .broadcast import TensorBroadcast as TensorBroadcast
 from .broadcast import broadcast_tensors as broadcast_tensors
 from .buffers import can_exchange_buffers as can_exchange_buffers
+from .buffers import even_hosts as even_hosts
 from .buffers import exchange_buffers as exchange_buffers
 from .buffers import one_copy as one_copy
 from .buffers import ranks_with_one_copy as ranks_with_one_copy

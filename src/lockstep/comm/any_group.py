@@ -149,21 +149,21 @@ def all_gather_rows(group: ProcessGroup, *tensors: Tensor) -> list[list[Tensor]]
     return [[each[rank][: int(count)] for each in gathered] for rank, count in enumerate(counts)]
 
 
-def all_to_all(
+def start_all_to_all(
     group: ProcessGroup,
     received: Tensor,
     incoming: Sequence[int],
     sent: Tensor,
     outgoing: Sequence[int],
-) -> None:
-    """Send part ``r`` of ``sent`` to rank ``r``, and receive one of each rank, in rank order.
+) -> Started:
+    """Start sending part ``r`` of ``sent`` to rank ``r``, and receiving one of each rank, in order.
 
-    Every rank must call it; it blocks. Both tensors have one dimension; ``incoming`` and
+    Every rank must call it; it returns at once. Both tensors have one dimension; ``incoming`` and
     ``outgoing`` are the sizes of their parts.
     """
     options = dist.AllToAllOptions()
     start = partial(group.alltoall_base, received, sent, [*incoming], [*outgoing], options)
-    Started(group, "all_to_all", start, sent.nbytes).wait()
+    return Started(group, "all_to_all", start, sent.nbytes)
 
 
 def send_and_receive(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +70,15 @@ def ranks_with_one_copy(group: ProcessGroup, device: torch.device) -> tuple[Proc
         return group, True
     host_group = group.of_this_host()
     return host_group, host_group is group or group.transport.host == 0  # type: ignore[attr-defined]
+
+
+def even_hosts(group: ProcessGroup) -> Sequence[Sequence[int]]:
+    """Return the ranks of each host, if these are several and have equally many ranks each.
+
+    Else it is empty. The ranks of :func:`ranks_with_one_copy` are those of one host then.
+    """
+    transport: Any = getattr(group, "transport", None)
+    return transport.hosts if getattr(transport, "is_even", False) else []
 
 
 def one_copy(group: ProcessGroup, num_bytes: int) -> OneCopy | None:

@@ -62,8 +62,10 @@ class Engine:
         # The number of backwards in which it has reduced gradients, and of them those with which
         # optimizers have stepped.
         self.num_backwards, self.stepped = 0, Stepped()
-        # Whether backwards reduce gradients, or else only accumulate them.
+        # Whether backwards reduce gradients, or else only accumulate them; and what is told then of
+        # each that is ready.
         self.is_syncing = True
+        self.when_kept: Callable[[torch.Tensor], None] | None = None
         # Whether the module may have got other parameters. Then the engine is refreshed before the
         # next forward or backward.
         self.is_stale = False
@@ -228,6 +230,8 @@ class Engine:
         """Handle a gradient that is ready, and is not to be reduced in this backward."""
         self.reducer.mark_accumulated(parameter)
         autograd.hooks_of(parameter).call_others(parameter)
+        if self.when_kept is not None:
+            self.when_kept(parameter)
 
     def mark_ready(self, parameter: torch.Tensor) -> None:
         """Give a gradient to the reducer, behind those that are queued."""

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.arguments import as_whole_number
 from lockstep.errors import ModelError
 from lockstep.nn import state_of
-from lockstep.same_bits.sums import SumOverRanks
+from lockstep.same_bits.over_ranks import EarlyChunks, SumOverRanks
 
 Fingerprint = dict[str, Any]
 
@@ -94,6 +94,14 @@ class StepsOfModel:
         if self._sums is None or self._sums[0] != key:
             self._sums = key, SumOverRanks(group, num_shards, parameters)
         return self._sums[1]
+
+    def early(self, num_shards: int, parameters: list[nn.Parameter]) -> EarlyChunks | None:
+        """Return what ranks send before they have told each other of a step, if anything."""
+        if self._sums is None:
+            return None
+        early = self._sums[1].early
+        early.open()
+        return early if self._sums[0] == (num_shards, [*map(id, parameters)]) else early.voided()
 
 
 def steps_of(module: nn.Module) -> dict[str, Any] | None:

@@ -54,6 +54,7 @@ class FactsOfStep:
     Attributes:
         used: For each parameter, whether any rank has a gradient of it.
         changed: For each buffer, whether it is to be exchanged.
+        again: For each chunk of gradients that was sent early, whether it is to be sent once more.
         shards: For each rank, the numbers of its shards that had samples.
         divisor: What gradients are divided by: the weights of all shards, added in their order.
         loss: The mean of the values of the shards' first means, if they had some.
@@ -80,6 +81,7 @@ class FactsOfStep:
         _check_same(told, group)
         self.used = _on_any([each["used"] for each in told])
         self.changed = _on_any([each["changed"] for each in told])
+        self.again = _on_any([each["again"] for each in told])
         self.shards: list[list[int]] = [each["shards"] for each in told]
         in_order = [ShardFacts(*of_shard) for each in told for of_shard in each["told"]]
         means = [each for each in in_order if each.weight is not None]

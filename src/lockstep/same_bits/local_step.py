@@ -10,9 +10,10 @@ from torch import nn
 
 from lockstep.errors import ModelError
 from lockstep.nn import ParallelState, Shard, current_shard, policy_of, set_current_shard
+from lockstep.same_bits.between_steps import StepsOfModel
 from lockstep.same_bits.buffers import BuffersOfStep
 from lockstep.same_bits.facts import ShardFacts
-from lockstep.same_bits.sums import Gradients, LocalSums, Node
+from lockstep.same_bits.sums import Gradients, LocalSums
 from lockstep.same_bits.turns import exclusive
 from lockstep.torch_private import _foreach_mul_, gradient_of
 
@@ -32,12 +33,13 @@ class LocalStep:
         names, parameters: The parameters that are trained.
         buffers: The model's buffers, before the step and after each shard.
         told: What is told to the other ranks of each shard that had a backward.
+        early: What is sent to them before the end of the step, if anything.
     """
 
     def __init__(self, state: ParallelState, num_shards: int, shards: range) -> None:
         module = state.module()
         assert module is not None  # the program holds it
-        self._state, self._shards, self._next = state, shards, shards.start
+        self._state, self._shards = state, shards
         self._shard: Shard | None = None  # whose turn it is, and the thread that has begun it
         self._thread = threading.current_thread()
         self.told: list[ShardFacts] = []
@@ -45,6 +47,7 @@ class LocalStep:
         self.names = [name for name, each in named.items() if each.requires_grad]
         self.parameters = [named[name] for name in self.names]
         self._sums = LocalSums(num_shards, shards)
+        self.early = state.context.get(StepsOfModel).early(num_shards, self.parameters)
         self._before: Gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -63,6 +66,11 @@ class LocalStep:
         self._shard = shard
         set_current_shard(shard)
         self.buffers.begin_shard()
+        if self.early and shard.number == self._shards.stop - 1:
+            self._sums.come_to(shard.number, len(self.parameters))
+            self.early.begin(self._sums.terms(), lambda: shard.weight)
+            for engine in self._state.engines:
+                engine.when_kept = self.early.ready
 
     def end_shard(self) -> None:
         """End the turn of the shard that has it, if any, and add its gradients."""
@@ -70,6 +78,8 @@ class LocalStep:
             return
         self._end_turn()
         self._refuse_other_parameters(shard)
+        if self.early:
+            self.early.end_shard()
         gradients = [*map(gradient_of, self.parameters)]
         for parameter in self.parameters:
             parameter.grad = None
@@ -87,7 +97,8 @@ class LocalStep:
                 _foreach_mul_(there, weight)
         if weight is not None or there:
             self.told.append(ShardFacts(shard.number, weight, shard.total))
-        self._add(shard.number, gradients)
+        with torch.no_grad():
+            self._sums.add(shard.number, gradients)
 
     def _refuse_other_parameters(self, shard: Shard) -> None:
         """Raise if there is a gradient of a parameter that wasn't trained when the loop began."""
@@ -101,20 +112,16 @@ class LocalStep:
                     "parameters, and put others in place, before the loop."
                 )
 
-    def _add(self, number: int, gradients: Gradients) -> None:
-        """Add the gradients of a shard; those before it had no samples."""
-        nothing: Gradients = [None] * len(self.parameters)
+    def terms(self) -> list[list[Gradients]]:
+        """Return what is to be added up over this rank's shards, for each of its largest nodes."""
         with torch.no_grad():
-            for empty in range(self._next, number):
-                self._sums.add(empty, nothing)
-            self._sums.add(number, gradients)
-        self._next = number + 1
+            self._sums.come_to(self._shards.stop, len(self.parameters))
+        return self._sums.terms()
 
-    def nodes(self) -> dict[Node, Gradients]:
-        """Return the sums of gradients over this rank's shards, by node of the tree."""
-        if self._next < self._shards.stop:
-            self._add(self._shards.stop - 1, [None] * len(self.parameters))
-        return self._sums.nodes()
+    def whole(self) -> Gradients:
+        """Return the sum over all shards, which are this rank's."""
+        with torch.no_grad():
+            return self._sums.whole()
 
     def close(self) -> None:
         """End the turn of a shard, if one has it, and what lasts as long as the loop."""
@@ -126,6 +133,8 @@ class LocalStep:
             if current_shard() is self._shard:
                 set_current_shard(None)
             self._shard = None
+            for engine in self._state.engines:
+                engine.when_kept = None
             exclusive.end(self._thread)
 
     def put_back(self, total: Gradients | None = None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -32,6 +34,7 @@ from lockstep.same_bits.between_steps import (
 )
 from lockstep.same_bits.facts import FactsOfStep, as_digits, exchanged
 from lockstep.same_bits.local_step import LocalStep
+from lockstep.same_bits.over_ranks import EarlyChunks
 from lockstep.same_bits.refusals import check
 from lockstep.same_bits.sums import Gradients, shards_of
 from lockstep.same_bits.turns import exclusive
@@ -217,7 +220,8 @@ class Shards:
             self._leave(local)
             local.put_back()
             if self._group is not None and not self._has_told:
-                backward_sync_of(self._group).tell_failed_step = _tell_failed
+                tell = partial(_tell_failed, local.early)
+                backward_sync_of(self._group).tell_failed_step = tell
 
     def _give_up(self) -> None:
         """Close it, as another loop begins; to go on with this one is an error."""
@@ -245,20 +249,24 @@ class Shards:
 
     def _finish(self, local: LocalStep) -> None:
         """End the step with the other ranks."""
-        nodes = local.nodes()
-        mine, kept = self._facts(local, nodes), self._state.context.get(StepsOfModel)
-        self._has_told = True
-        facts = FactsOfStep(exchanged(self._group, mine), self._group)
+        terms = local.terms()
+        mine, kept = self._facts(local, terms), self._state.context.get(StepsOfModel)
         with torch.no_grad():
+            if local.early is not None:
+                local.early.send_rest(terms)
+            self._has_told = True
+            facts = self._told_by_all(mine, local.early)
             if self._group is None:
-                (total,) = nodes.values()
+                total = local.whole()
                 for gradient in total:
                     if gradient is not None:
                         gradient.div_(facts.divisor)
             else:
                 context_of(self._group).get(StepsInShards)
                 sums = kept.sums(self._group, self._num_shards, local.parameters)
-                total = sums(nodes, facts.used, facts.divisor)
+                early = local.early
+                sent = {} if early is None else early.gathered(facts.again, facts.divisor)
+                total = sums(terms, facts.used, facts.divisor, sent)
             local.buffers.finish(self._group, facts.changed, facts.shards)
         self.loss = facts.loss
         kept.note(mine["fingerprint"], tells=self._rank == 0)
@@ -269,9 +277,17 @@ class Shards:
         with exclusive:
             self._seeds.put(self._seed(self._num_shards))
 
-    def _facts(self, local: LocalStep, nodes: Mapping[Any, Gradients]) -> dict[str, Any]:
+    def _told_by_all(self, mine: dict[str, Any], early: EarlyChunks | None) -> FactsOfStep:
+        try:
+            return FactsOfStep(exchanged(self._group, mine), self._group)
+        except BaseException:
+            if early is not None:
+                early.drop()
+            raise
+
+    def _facts(self, local: LocalStep, terms: list[list[Gradients]]) -> dict[str, Any]:
         """Return what this rank tells the others at the end of the step."""
-        sets = nodes.values()
+        sets = [*itertools.chain(*terms)]
         used = [any(its[at] is not None for its in sets) for at in range(len(local.names))]
         return {
             "fingerprint": fingerprint_of(self._num_shards),
@@ -280,6 +296,7 @@ class Shards:
             "told": local.told,
             "used": as_digits(used),
             "changed": as_digits(local.buffers.changed()),
+            "again": as_digits([] if local.early is None else local.early.changed()),
             "shards": self._had,
         }
 
@@ -292,6 +309,10 @@ class Shards:
         return mixed(*self._place, number, _SHARDS)
 
 
-def _tell_failed(group: dist.ProcessGroup) -> None:
+def _tell_failed(early: EarlyChunks | None, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, which wait at the end of the step, that it has failed here."""
+    if early is not None:
+        early.send_rest(None)
     exchanged(group, None)
+    if early is not None:
+        early.drop()
