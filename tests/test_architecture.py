@@ -104,7 +104,7 @@ SHELVES = {
         "integrations": BUDGET_OF_A_MODULE,
     },
     "commands": {
-        "observe": 6_392,
+        "observe": 6_395,
         "check": 2_840,
         "bench": 800,
         "demo": 400,

@@ -277,7 +277,11 @@ world = lockstep.init()
 model = lockstep.parallelize(torch.nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 dataset = torch.utils.data.TensorDataset(torch.ones(40 * 6, 8))
-for (x,) in lockstep.DataLoader(dataset, 6):
+things = {"model": model, "optimizer": optimizer}
+steps = lockstep.steps(lockstep.DataLoader(dataset, 6), "saved", epochs=1, save_every=5, **things)
+for (x,) in steps:
+    if steps.step in (0, 25):
+        lockstep.save("mine", **things)
     lockstep.mean(model(x).square()).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -294,6 +298,8 @@ def test_the_command_measures_one_rank_before(tmp_path: Path) -> None:
     assert "30 steps on one rank" in done.stdout
     assert "world size 1 ended" not in done.stdout
     assert done.stdout.count("world size 2 ended") == 2
+    # What that wrote would be what the run goes on from.
+    assert [each.name for each in sorted((tmp_path / "mine").glob("0*"))] == ["000001", "000002"]
     found = baseline_of(tmp_path / "run")
     assert found is not None
     assert (found.num_steps, found.samples) == (29, 6)
