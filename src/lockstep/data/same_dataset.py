@@ -40,6 +40,6 @@ def check_same_dataset(
                 raise SplitError(
                     f"The ranks' datasets differ: sample {index} is another one on rank {rank} "
                     "than on rank 0. This loader gives each rank its part of every batch, so "
-                    "give all ranks the whole dataset (and a random_split() a generator with the "
-                    "same seed). What was divided among the ranks before would lose samples."
+                    "give all ranks the whole dataset, and draw what is random of it, or split it, "
+                    "before parallelize(). What is divided among the ranks would lose samples."
                 )
