@@ -82,7 +82,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_575,
-        "world": 2_881,
+        "world": 2_883,
         "grad": 3_554,
         "nn": 8_903,
         "launcher": 6_614,

@@ -6,6 +6,7 @@ error of a check has the argument's name, its value, and in words the value that
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import reprlib
@@ -79,6 +80,16 @@ def check_process_group(process_group: object) -> None:
         raise TypeError(refusal("process_group", process_group, wanted))
 
 
+def _may_be_read(value: object) -> bool:
+    """Whether ``value`` is no tensor, or one number.
+
+    Else reading it raises RuntimeError, which from a device may also tell of an earlier kernel.
+    """
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.numel() == 1 and not value.is_complex() and not value.is_meta
+
+
 def as_whole_number(
     name: str, value: object, wanted: str = "a whole number", at_least: int | None = None
 ) -> int:
@@ -88,10 +99,10 @@ def as_whole_number(
         TypeError: If it isn't an integer of Python, NumPy or torch, or is a bool.
         ValueError: If it is less than ``at_least``.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        number = None
+    number = None
+    if not isinstance(value, bool) and _may_be_read(value):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
     if number is None:
         raise TypeError(refusal(name, value, wanted))
     if at_least is not None and number < at_least:
@@ -105,12 +116,14 @@ def as_number(name: str, value: object, wanted: str = "a number") -> float:
     Raises:
         TypeError: If it isn't a number or a tensor of one element.
     """
-    try:
-        number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError, RuntimeError):
-        number = None
+    number = None
+    if not isinstance(value, str | bytes) and _may_be_read(value):
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError):
+            pass
     if number is None:
         raise TypeError(refusal(name, value, wanted))
     return number

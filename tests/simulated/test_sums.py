@@ -96,3 +96,15 @@ def test_too_few_values_are_nan_and_leave_running_statistics(number: int) -> Non
     for output, statistics in lockstep.launch(few_values, 2, (number,)):
         assert output.isnan().all() == (number == 1 or not len(output))
         assert torch.equal(statistics, unchanged) == (number < 2)
+
+
+def test_an_error_of_an_earlier_kernel_is_not_taken_for_one_of_a_weight() -> None:
+    values = torch.randn(4, device=control.KIND)
+    for call in (
+        lambda: lockstep.mean(values, weight=1.0).item(),
+        lambda: lockstep.average_gradients(nn.Linear(1, 1), weight=values[0].abs()),
+    ):
+        table, rows = torch.randn(3, 2, device=control.KIND), torch.full_like(values, 7).long()
+        torch.embedding(table, rows)  # whose error comes when somebody waits
+        with pytest.raises(RuntimeError, match="asynchronous"):
+            call()

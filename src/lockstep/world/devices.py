@@ -59,6 +59,8 @@ def _has_float64(kind: str) -> bool:
     """Whether devices of this ``kind`` compute in float64: not MPS, nor some of XPU."""
     if kind in ("cpu", "cuda", "meta"):
         return True
+    if accelerator() == kind:
+        torch.accelerator.synchronize()  # which raises what an earlier kernel has met with
     try:
         (torch.ones(1, dtype=torch.float64, device=kind) + 1).item()
     except (RuntimeError, TypeError):
