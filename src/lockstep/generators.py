@@ -7,6 +7,7 @@ import random
 import struct
 import sys
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from lockstep.comm import bytes_of
 
 # The bytes of the state of a Mersenne Twister: 624 words and a position.
 _TWISTER_BYTES = 2500
+# Of most attributes of modules, among which a guarded step looks for generators each time.
+_FREQUENT = {bool, int, float, str, tuple, list, set, dict, OrderedDict, type(None), torch.Tensor}
 _MASK = 2**64 - 1
 
 
@@ -210,12 +213,8 @@ def generator_of_device(device: torch.device) -> Generator:
     """Return the default generator of another device than the CPU."""
     module: Any = torch.get_device_module(device)
     which = () if device.type == "mps" else (device,)  # there is one alone
-    get_state = partial(module.get_rng_state, *which)
-    return _Torch(
-        SimpleNamespace(
-            get_state=get_state, set_state=lambda state: module.set_rng_state(state, *which)
-        )
-    )
+    get, put = partial(module.get_rng_state, *which), module.set_rng_state
+    return _Torch(SimpleNamespace(get_state=get, set_state=lambda state: put(state, *which)))
 
 
 def _numpy_random() -> Any:
@@ -264,7 +263,7 @@ def generators_of(parameters: Iterable[torch.Tensor], *owners: Mapping[str, Any]
         found[name] = generator_of_device(torch.device(name))
     for number, owner in enumerate(owners):
         for name, value in owner.items():
-            if (generator := generator_of(value)) is not None:
+            if type(value) not in _FREQUENT and (generator := generator_of(value)) is not None:
                 found[f"{name} {number}"] = generator
     return found
 
