@@ -306,7 +306,7 @@ def test_a_late_rank_gets_no_wrong_sum_from_who_has_gone_on() -> None:
 def test_what_one_rank_gives_up_for_is_the_others_error(error: Exception, kind: type) -> None:
     state = ThreadTransportState(2)
     first, second = (ThreadTransport(state, rank) for rank in range(2))
-    first.give_up(error)
+    first.fail(error)
     with pytest.raises(kind, match=r"^All differ|has aborted the group.*mine"):
         second.exchange(Signature("barrier"), 0, Deadline(LATER))
     for team in (first, second):

@@ -41,7 +41,7 @@ class BaseGroup(dist.ProcessGroup):
         self.transport, self._collectives = transport, collectives
         self._rank, self._size = transport.rank, transport.size
         self._backend, self._store = backend, store
-        self._queue = WorkQueue(timeout, transport.give_up, transport.call_failed)
+        self._queue = WorkQueue(timeout, transport.fail, transport.call_failed)
         self._name = self._description = ""
         # By type of device. torch.distributed takes a backend that is written in Python for the
         # whole group, and creates no other one of "cpu:shm,cuda:nccl". So they are created with

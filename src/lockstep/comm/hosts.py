@@ -126,7 +126,7 @@ class HostsTransport(ConnectedRanks):
     def call_failed(self, error: BaseException) -> None:
         """Tell all ranks of an error, of which those on other hosts know nothing yet."""
         if isinstance(error, FAILURES) or not isinstance(error, CollectiveFailed):
-            self.give_up(error)
+            self.fail(error)
 
     def check_open(self) -> None:
         """Raise the error that broke this group, if one did."""

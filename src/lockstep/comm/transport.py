@@ -138,11 +138,11 @@ class ConnectedRanks(ABC):
         self.break_off(PeerLost(text, [self._name], "abort"))
 
     def call_failed(self, error: BaseException) -> None:
-        """Give up because of ``error``, which has ended a call, unless the other ranks know it."""
+        """Fail by ``error``, which has ended a call, unless the other ranks know it."""
         if not isinstance(error, CollectiveFailed):
-            self.give_up(error)
+            self.fail(error)
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Take no further part because of ``error``, which other ranks need not have met with."""
         if isinstance(error, FAILURES):
             self.break_off(error)

@@ -250,13 +250,13 @@ class GroupWork(BaseWork):
         """The error, if it failed."""
         if self._error is not None:
             if self._was_skipped and self._queue.generation is not self._generation:
-                self._queue.give_up(self._error)
+                self._queue.fail(self._error)
             self._queue.end_generation(self._generation)
         return self._error
 
     def _outcome(self, _: object) -> list[Tensor]:
         if isinstance(self._error, CollectiveMismatch):
-            self._queue.give_up(self._error)
+            self._queue.fail(self._error)
         return super()._outcome(_)
 
     def tell(self) -> None:
@@ -277,7 +277,7 @@ class WorkQueue:
 
     Args:
         timeout: The default limit of a call's waits for other ranks.
-        give_up: Called with an error after which this rank can't go on with the others.
+        fail: Called with an error after which this rank can't go on with the others.
         call_failed: Called with the error that ends a call halfway. If it is an error of this rank
             alone, the other ranks are at another exchange, and must not take the next call for
             this one. Shown by test_a_rank_that_fails_halfway_spoils_no_later_sum.
@@ -286,11 +286,11 @@ class WorkQueue:
     def __init__(
         self,
         timeout: timedelta,
-        give_up: Callable[[BaseException], None] = lambda error: None,
+        fail: Callable[[BaseException], None] = lambda error: None,
         call_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.timeout = timeout
-        self.give_up, self.call_failed = give_up, call_failed
+        self.fail, self.call_failed = fail, call_failed
         self.num_submitted = 0
         self.generation = Generation()
         self.dropped: deque[GroupWork] = deque(maxlen=_MAX_DROPPED)
@@ -380,7 +380,7 @@ class WorkQueue:
                     running.bring_forward(end)
                     if end.passed() > DEAF_SECONDS:
                         error = unheard(end)
-                        self.give_up(error)
+                        self.fail(error)
                         raise error
 
     def carry_out_all(self) -> None:

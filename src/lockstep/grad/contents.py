@@ -140,11 +140,10 @@ class Contents:
         """Return the positions of gradients that aren't in its memory, and are dense."""
         gradients = [*map(gradient_of, self.parameters)]
         are_there = map(operator.is_not, gradients, itertools.repeat(None))
-        views = self.memory.views
         return [
             position
             for position in itertools.compress(range(len(gradients)), are_there)
-            if gradients[position] is not views[position]
+            if gradients[position] is not self.memory.views[position]
             and _layout_of(gradients[position]) is torch.strided
             and not is_new(self.parameters[position])
         ]

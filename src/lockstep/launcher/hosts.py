@@ -114,7 +114,7 @@ class Host:
                 with meanwhile:
                     first = self._meet(job.meeting, job.num_ranks)
             except RankEnded as ended:
-                raise self._give_up(ended) from None
+                raise self._ended_early(ended) from None
         self.world_size = first.world_size
         self.ranks = range(first.rank, first.rank + job.num_ranks)
         self.environments = [
@@ -240,7 +240,7 @@ class Host:
                 self._lines[host] = line
         return host in self._lines and has_ended(self._lines[host])
 
-    def _give_up(self, ended: RankEnded) -> Ended:
+    def _ended_early(self, ended: RankEnded) -> Ended:
         """The outcome of this host, one of whose ranks has ended, after telling the others."""
         who = f"host {self._number}" if self._has_come else "this host"
         why = (

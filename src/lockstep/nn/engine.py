@@ -168,7 +168,10 @@ class Engine:
         and would make one on the stream of each forward.
         """
         self.watch.is_to_look = False
-        self._hooks.attach_unknown(self.put_in_place().values())
+        if put_in_place := self.put_in_place():
+            self._hooks.attach_unknown(put_in_place.values())
+        if self.num_backwards and torch.accelerator.current_accelerator() is None:
+            return  # nowhere to move to: a look at all forms takes longer than the rest of this
         if self._tracked.have_other_forms():
             self._hooks.renew_nodes(self.parameters)
             self.is_stale |= not self.num_backwards  # moved by hand before the first backward

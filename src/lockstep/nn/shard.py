@@ -37,8 +37,8 @@ class Shard:
         self.total = 0.0
         self._num_means, self._first = 0, -1
 
-    def give_up(self) -> None:
-        """Give up the loop over the shards, which was left in this one's turn."""
+    def abandon(self) -> None:
+        """Abandon the loop over the shards, which was left in this one's turn."""
         if (close := self._close()) is not None:
             close()
 

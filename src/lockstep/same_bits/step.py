@@ -107,7 +107,7 @@ def shards(
     assert module is not None  # the program holds it
     earlier = current_shard()  # of a loop that was left, while something still holds its iterator
     if earlier is not None:
-        earlier.give_up()
+        earlier.abandon()
     kept = state.context.get(StepsOfModel)
     check(state, module, are_parts_known=kept.are_known(module))
     if isinstance(batch, ShardedBatch):
@@ -173,7 +173,7 @@ class Shards:
         self._mine = shards_of(self._rank, self._num_ranks, num_shards)
         self._seeds = Seeds()
         self._local: LocalStep | None = None  # while the loop runs
-        self._is_over = self._has_told = self._is_given_up = False
+        self._is_over = self._has_told = self._is_abandoned = False
 
     def __iter__(self) -> Self:
         """The iterator itself."""
@@ -181,8 +181,8 @@ class Shards:
 
     def __next__(self) -> Any:
         """End the turn of one shard, and begin that of the next; after the last, end the step."""
-        if self._is_given_up:
-            self._is_given_up = False
+        if self._is_abandoned:
+            self._is_abandoned = False
             raise ModelError(
                 "Another loop over lockstep.shards() has begun in the body of this one, which was "
                 "given up: its gradients are dropped. Take one loop behind the other."
@@ -197,7 +197,7 @@ class Shards:
                 local.end_shard()
             if self._left:
                 number = self._left.pop(0)
-                local.begin_shard(Shard(number, weakref.WeakMethod(self._give_up)))
+                local.begin_shard(Shard(number, weakref.WeakMethod(self._abandon)))
                 self._seeds.put(self._seed(number))
                 return self._batches.pop(number)
             self._finish(local)
@@ -223,9 +223,9 @@ class Shards:
                 tell = partial(_tell_failed, local.early)
                 backward_sync_of(self._group).tell_failed_step = tell
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Close it, as another loop begins; to go on with this one is an error."""
-        self._is_given_up = self._local is not None
+        self._is_abandoned = self._local is not None
         self.close()
 
     def __del__(self) -> None:
