@@ -84,7 +84,7 @@ def measure(workload: Workload, rounds: int, every: int | None, rank: int) -> li
 
     plain = Trained(workload, copy.deepcopy(model), rank, lambda **_: iter(range(10**9)))
     kept = Trained(workload, model, rank, numbers)
-    snapshots = made[0]._snapshots
+    snapshots = made[0]._memory._snapshots
     if snapshots is None:
         raise SystemExit("Start it by 'lockstep run --restarts 1': the launcher holds snapshots.")
     loops = {"plain": (plain, lambda: None), "steps": (kept, snapshots.join)}
