@@ -86,7 +86,7 @@ SHELVES = {
         "world": 2_883,
         "grad": 3_555,
         "nn": 8_906,
-        "launcher": 6_614,
+        "launcher": 6_624,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {

@@ -185,15 +185,18 @@ def test_ranks_that_stop_and_save_are_to_be_started_again_by_the_scheduler(
 
 def test_launcher_that_is_asked_to_end_starts_nothing_again(bench: Bench) -> None:
     script = bench.script("import lockstep, time; lockstep.init(); print('ready'); time.sleep(100)")
-    runs = [bench.start("run", "-n", 2, "--restarts", 3, script) for _ in range(2)]
-    for run, number in zip(runs, (signal.SIGTERM, signal.SIGINT), strict=True):
+    exit_codes = {signal.SIGTERM: START_AGAIN, signal.SIGUSR1: START_AGAIN, signal.SIGINT: 130}
+    options = ("-n", 2, "--restarts", 3, "--stop-signal", "SIGUSR1", "--grace", "0.2")
+    runs = [bench.start("run", *options, script) for _ in exit_codes]
+    for run, (number, exit_code) in zip(runs, exit_codes.items(), strict=True):
         assert run.stdout is not None
         for _ in range(2):
             assert "ready" in run.stdout.readline()
         run.send_signal(number)
         _, err = run.communicate(timeout=60)
-        assert run.returncode == 128 + number
+        assert run.returncode == exit_code
         assert f"ended by {number.name}; no rank is left running." in err
+        assert ("No step had begun. Give the same command" in err) is (exit_code == START_AGAIN)
     assert bench.processes() == []
 
 

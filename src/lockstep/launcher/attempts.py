@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -200,6 +201,9 @@ class Attempts:
         """
         descriptors = self._of_all_ranks()
         step = newest_step(map(SnapshotMemory, descriptors))
+        if step is None and self._is_asked_before_steps(outcome):
+            told = "No step had begun. Give the same command again."
+            return replace(outcome, message=f"{outcome.message}\n{told}", run_status=START_AGAIN)
         if outcome.exit_status in (0, START_AGAIN) or step is None:
             return outcome
         is_first = self._host is None or self._host.ranks.start == 0
@@ -207,6 +211,12 @@ class Attempts:
             return outcome
         written = self._write_out(step, descriptors)
         return with_last_snapshot(outcome, written, is_given_up=is_given_up)
+
+    def _is_asked_before_steps(self, outcome: JobOutcome) -> bool:
+        """Whether a scheduler's signal has ended ranks before any of them was in a step."""
+        asked = {128 + number for number in (signal.SIGTERM, *self._job.stop_signals)}
+        have_begun = any(state.num_begun or state.num_steps for state in self._status.read())
+        return outcome.rank is None and outcome.exit_status in asked and not have_begun
 
     def _say(self, words: str) -> None:
         if self.console is not None:
