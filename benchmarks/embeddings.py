@@ -2,6 +2,7 @@
 
     lockstep run -n 2 -m benchmarks.embeddings [--rounds 15] [--json FILE]
     python -m benchmarks.embeddings             # one rank: what it costs to be parallel alone
+    lockstep run -n 2 -m benchmarks.embeddings --sizes 4 8 16   # MiB: where rows begin to pay
 
 The contenders take turns, as in ``benchmarks.steps``, and have the same allocator; each has eight
 batches, one after another, so that each step touches other rows than the last. Torch's DDP is over
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 import lockstep
 from benchmarks.models import Workload, spread
 from benchmarks.steps import Wrap, measure, ratios, trained_as
+from lockstep.grad import row_bucket
 
 BARE, OURS, SHARDED, DDP = "no communication", "parallelize", "shard_optimizer", "torch DDP, gloo"
 NUM_BATCHES = 8
@@ -97,13 +100,45 @@ def contenders(case: Case) -> dict[str, Wrap]:
     }
 
 
+def by_size(mebibytes: float) -> tuple[Case, dict[str, Wrap]]:
+    """Bags of a table of this size, and contenders: with rows, and with whole gradients."""
+    num_rows = round(mebibytes * 2**20 / 128)
+    bags = functools.partial(nn.EmbeddingBag, num_rows, 32, mode="sum")
+    case = Case(f"{mebibytes:g} MiB", bags, (256, 20), SGD, {"lr": 0.1})
+
+    def parallel(model: nn.Module, least: float) -> nn.Module:
+        row_bucket.MIN_TABLE_BYTES = least  # read when the model is made parallel
+        return lockstep.parallelize(model, process_group=dist.new_group(backend="shm"))
+
+    kinds = {BARE: lambda model: model}
+    kinds |= {"rows": functools.partial(parallel, least=0)}
+    kinds |= {"whole gradients": functools.partial(parallel, least=math.inf)}
+    return case, {name: trained_as(wrap, case.train) for name, wrap in kinds.items()}
+
+
+def compare_sizes(sizes: list[float], rounds: int, rank: int) -> None:
+    table = Table("table", "no communication", "rows", "whole gradients", "rows / whole")
+    for case, wraps in map(by_size, sizes):
+        times = measure(case.workload(), wraps, rounds, rank)
+        ratio = spread(ratios(times["rows"], times["whole gradients"]))
+        table.add_row(case.name, *map(spread, times.values()), ratio)
+    if rank == 0:
+        Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     parser.add_argument("--cases", default="", help="those whose names contain this")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", help="of tables, in MiB, in place of these"
+    )
     args = parser.parse_args()
     world = lockstep.init()
+    if args.sizes:
+        compare_sizes(args.sizes, args.rounds, world.rank)
+        return
     found, table = {}, None
     for case in (case for case in CASES if args.cases in case.name):
         wraps = contenders(case)
