@@ -124,24 +124,26 @@ def test_a_call_that_nobody_waits_for_keeps_no_rank_waiting(backend: str, then: 
 
 @over_ours
 def test_a_wait_for_a_call_is_not_one_for_later_calls(backend: str) -> None:
-    is_there, is_through = threading.Event(), threading.Event()
+    # Several times: between two calls the thread that waits may get its turn by chance.
+    times = [(threading.Event(), threading.Event()) for _ in range(8)]
 
     def body(group: dist.ProcessGroup) -> None:
-        first, second = torch.ones(3), torch.ones(1)
-        if group.rank():
-            assert is_there.wait(15)
-            time.sleep(0.1)  # rank 0 waits by then
-            dist.all_reduce(first, group=group)
-            assert is_through.wait(15)
-            dist.all_reduce(second, group=group)
-            return
-        works = [dist.all_reduce(each, group=group, async_op=True) for each in (first, second)]
-        works[0].is_completed()  # so that the queue's own thread carries out both
-        assert until(lambda: group._queue._running is not None)
-        is_there.set()
-        works[0].wait()
-        is_through.set()
-        works[1].wait()
+        for is_there, is_through in times:
+            first, second = torch.ones(3), torch.ones(1)
+            if group.rank():
+                assert is_there.wait(15)
+                time.sleep(0.1)  # rank 0 waits by then
+                dist.all_reduce(first, group=group)
+                assert is_through.wait(15)
+                dist.all_reduce(second, group=group)
+                continue
+            works = [dist.all_reduce(each, group=group, async_op=True) for each in (first, second)]
+            works[0].is_completed()  # so that the queue's own thread carries out both
+            assert until(lambda: group._queue._running is not None)
+            is_there.set()
+            works[0].wait()
+            is_through.set()
+            works[1].wait()
 
     run_on(backend, 2, body)
 
