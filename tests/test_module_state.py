@@ -57,6 +57,7 @@ MODULE_STATE = {
     "nn.autograd._task": "the backward whose hook runs",
     "nn.replicas.group._replica": "the replica that runs",
     "nn.shard._turn": "the shard whose loop body a thread runs, which mean() finds",
+    "nn.shard._turn_of_process": "the same for threads of autograd, which a device's backward has",
     "same_bits.turns.exclusive": "who uses the global generators, which a process has once",
     # What is said once.
     "nn.parallel_state._has_warned": "losses that are divided though their mean is taken",

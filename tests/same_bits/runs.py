@@ -18,6 +18,7 @@ import lockstep
 from tests.ranks import run_ranks
 
 NUM_CLASSES = 5
+_CPU = torch.device("cpu")
 
 
 class ConvNet(nn.Module):
@@ -105,6 +106,7 @@ class Run:
         make_optimizer: Makes the optimizer.
         group: The ranks; None for one alone.
         num_shards: The number of shards.
+        device: Where it computes.
         options: Of ``parallelize()``.
     """
 
@@ -114,18 +116,22 @@ class Run:
         make_optimizer: Optimizers,
         group: dist.ProcessGroup | None = None,
         num_shards: int = 8,
+        *,
+        device: torch.device = _CPU,
         **options: Any,
     ) -> None:
-        self.model = lockstep.parallelize(copy.deepcopy(model), process_group=group, **options)
+        copied, self.device = copy.deepcopy(model).to(device), device
+        self.model = lockstep.parallelize(copied, process_group=group, **options)
         self.optimizer = make_optimizer(self.model)
         self.num_shards, self.numbers = num_shards, list[float | None]()
 
     def steps(self, steps: Sequence[int], *, size: int = 30, autocast: bool = False) -> None:
         """Take these steps, and note the losses and norms."""
         for number in steps:
-            step = lockstep.shards(self.model, batch_of(number, size), self.num_shards, step=number)
+            batch = [each.to(self.device) for each in batch_of(number, size)]
+            step = lockstep.shards(self.model, batch, self.num_shards, step=number)
             for x, y in step:
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
                     losses = F.cross_entropy(self.model(x), y, reduction="none")
                 lockstep.mean(losses).backward()
             norm = lockstep.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -135,7 +141,7 @@ class Run:
 
     def bits(self) -> dict[str, Any]:
         """Every number that the run has left, as bytes."""
-        state = {name: each.clone() for name, each in self.model.state_dict().items()}
+        state = {name: each.clone().cpu() for name, each in self.model.state_dict().items()}
         found: dict[str, Any] = {name: each.numpy().tobytes() for name, each in state.items()}
         return found | {"numbers": self.numbers}
 

@@ -150,6 +150,28 @@ def averaged(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
     lockstep.average_gradients(model, weight=len(x))
 
 
+def in_shards(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    for part in lockstep.shards(model, x, 4):
+        lockstep.mean(model(part).square().mean(1)).backward()
+    optimizer.step()
+
+
+def in_shards_without_a_mean(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    for part in lockstep.shards(model, x, 4):
+        model(part).square().mean().backward()
+    optimizer.step()
+
+
+def in_weighted_shards(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    for part in lockstep.shards(model, torch.cat([x, x]), 4):
+        weight = torch.arange(1, 1 + len(part), device=x.device)
+        lockstep.mean(model(part).square().mean(1), weight=weight).backward()
+    optimizer.step()
+
+
 def alone(model: nn.Module, optimizer: Any) -> tuple:
     return model, optimizer
 
@@ -204,6 +226,10 @@ CASES: dict[str, tuple[tuple, int, tuple, int]] = {
     "mean, weighted": ((plain, parallelized, of_a_weighted_mean), 0, (), 0),
     "mean of weights": ((plain, parallelized, of_weights), 0, (), 0),
     "accumulate": ((plain, parallelized, accumulated), 0, (), 0),
+    # The host waits once at the end: for the loss, weights and whether buffers have changed.
+    "shards": ((plain, parallelized, in_shards), 1, (), 0),
+    "shards, no mean": ((plain, parallelized, in_shards_without_a_mean), 0, (), 0),
+    "shards, weighted, with buffers": ((with_norms, parallelized, in_weighted_shards), 1, (), 0),
     "average_gradients": ((plain, alone, averaged), 0, (), 0),
 }
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import ModelError
 from tests.simulated.control import KIND
 
 pytestmark = pytest.mark.forks
@@ -473,17 +472,3 @@ def test_replicas_beside_the_cpu_are_clipped_and_averaged_as_in_one_process(devi
     found = replicated(lockstep.DataParallel(small_net().to(first), devices), first)
     expected = replicated(small_net(), torch.device("cpu"))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def refused(world: lockstep.World) -> str:
-    model = lockstep.parallelize(small_net().to(world.device))
-    try:
-        next(iter(lockstep.shards(model, (batches()[0].to(world.device),), 4)))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def test_shards_are_refused_on_devices_with_words_that_help() -> None:
-    for rank, words in enumerate(lockstep.launch(refused, NUM_RANKS)):
-        assert f"'0.weight' is on {KIND}:{rank}. On accelerators" in words

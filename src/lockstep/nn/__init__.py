@@ -29,7 +29,7 @@ from lockstep.nn.replicas import (
     scatter,
     scatter_kwargs,
 )
-from lockstep.nn.shard import Shard, current_shard, refuse_in_shard, set_current_shard
+from lockstep.nn.shard import Number, Shard, current_shard, refuse_in_shard, set_current_shard
 from lockstep.nn.sync_batch_norm import SyncBatchNorm
 from lockstep.nn.verify import refusal_of_divided
 
@@ -38,6 +38,7 @@ __all__ = [
     "Call",
     "DataParallel",
     "DistributedDataParallel",
+    "Number",
     "ParallelState",
     "Shard",
     "SyncBatchNorm",

@@ -122,7 +122,7 @@ def mean(
         )
     counts = _counts(values, weight)
     if (shard := current_shard()) is not None:
-        return mean_in_shard(shard, values, counts)
+        return mean_in_shard(shard, values, counts, weight)
     total = (values.detach().to(counts.device).double() * counts).sum()
     # A rank without samples in earlier micro-batches learns from the others that there were some.
     rank, has_begun = begun_batch()

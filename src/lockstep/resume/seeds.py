@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from lockstep.generators import Seeds, mixed
-from lockstep.world import accelerator
+from lockstep.world import seed_accelerators
 
 # Apart from other seeds that are mixed of a seed and two numbers.
 _STEPS = -4
@@ -24,7 +20,4 @@ def seed_step(seed: int, step: int, rank: int, seeds: Seeds | None = None) -> No
     """
     number = mixed(seed, step, rank, _STEPS)
     (seeds or Seeds()).put(number)
-    if (kind := accelerator()) is not None:
-        module: Any = torch.get_device_module(kind)
-        if getattr(module, "is_initialized", lambda: True)():
-            getattr(module, "manual_seed_all", module.manual_seed)(number)
+    seed_accelerators(number)

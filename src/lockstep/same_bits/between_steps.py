@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from lockstep.same_bits.over_ranks import EarlyChunks, SumOverRanks
 Fingerprint = dict[str, Any]
 
 
-def fingerprint_of(num_shards: int) -> Fingerprint:
-    """Return what has to be the same for the same bits, by name, of values that JSON has."""
+def fingerprint_of(num_shards: int, devices: Iterable[torch.device] = ()) -> Fingerprint:
+    """Return what has to be the same for the same bits, by name, of values that JSON has.
+
+    ``devices`` are those with parameters.
+    """
+    kinds = sorted({device.type for device in devices} - {"cpu"})
     return {
         "number of shards": num_shards,
         "intra-op threads": torch.get_num_threads(),
@@ -29,7 +34,15 @@ def fingerprint_of(num_shards: int) -> Fingerprint:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "oneDNN": torch.backends.mkldnn.enabled,
+        **{f"{kind} device": _name_of_devices(kind) for kind in kinds},
     }
+
+
+def _name_of_devices(kind: str) -> list[Any]:
+    """The name of the current device of a kind, and what its kernels depend on."""
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)()
+    cudnn = torch.backends.cudnn
+    return [name, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32]
 
 
 def use_threads() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.comm import all_gather, broadcast_tensors
 from lockstep.errors import ModelError
+from lockstep.same_bits.late import bytes_of, digest_on_device, has_other_bits
 
 
 class _SlotOfStep(NamedTuple):
@@ -27,9 +28,21 @@ class _SlotOfStep(NamedTuple):
     tensor: torch.Tensor
     before: torch.Tensor
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the host would have to wait for a comparison of its values."""
+        return self.before.device.type != "cpu"
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether its value at the end of the step is one for all ranks."""
+        return self.policy in ("rank0", "mean")
+
 
 class BuffersOfStep:
     """Lets each shard start from the values that the buffers had when the step began.
+
+    Whether a shard has changed one on a device is known when the numbers of :meth:`unread` are.
 
     At the end a buffer of policy "rank0" has the value that it had after shard 0, one of policy
     "mean" the mean of its values after each shard, added in their order.
@@ -52,20 +65,47 @@ class BuffersOfStep:
                     self._slots.append(slot)
         # By shard and number of the buffer, those that the shard has changed.
         self._after: dict[int, dict[int, torch.Tensor]] = {}
+        # Of those on devices, by shard and number, whether the shard has changed it; and what
+        # their values before the step have in common on all ranks, once it is read.
+        self._has_changed: dict[tuple[int, int], torch.Tensor] = {}
+        self._digests: list[float] = []
+        self._has_begun = False
+
+    def unread(self) -> list[torch.Tensor]:
+        """Return numbers that devices compute, for :meth:`take_read`, after the last shard."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for slot in self._slots:
+            if slot.is_on_device and slot.is_exchanged and slot.before.numel():
+                by_device.setdefault(slot.before.device, []).append(slot.before)
+        return [*self._has_changed.values(), *map(digest_on_device, by_device.values())]
+
+    def take_read(self, numbers: Sequence[float]) -> None:
+        """Take the numbers of :meth:`unread`.
+
+        Raises:
+            ModelError: If a shard has changed a buffer that each rank has for itself.
+        """
+        self._digests = [*numbers[len(self._has_changed) :]]
+        for ((shard, number), _), has in zip(self._has_changed.items(), numbers, strict=False):
+            if not has:
+                self._after[shard].pop(number, None)
+            elif not self._slots[number].is_exchanged:
+                self._refuse_change(shard, self._slots[number])
 
     def digest(self) -> int:
         """Return a number that equal values before the step have in common."""
-        digest = 0
+        digest = zlib.crc32(repr(self._digests).encode()) if self._digests else 0
         for slot in self._slots:
-            if slot.policy in ("rank0", "mean"):
-                digest = zlib.crc32(_bytes_of(slot.before).numpy().data, digest)
+            if slot.is_exchanged and not slot.is_on_device:
+                digest = zlib.crc32(bytes_of(slot.before).numpy().data, digest)
         return digest
 
     def begin_shard(self) -> None:
         """Give all buffers the values that they had when the step began."""
         for slot in self._slots:
-            if not self._is_as_before(slot):
+            if self._has_begun if slot.is_on_device else not self._is_as_before(slot):
                 self._put(slot, slot.before)
+        self._has_begun = True
 
     def end_shard(self, shard: int) -> None:
         """Keep the values of buffers that ``shard`` has changed.
@@ -75,7 +115,7 @@ class BuffersOfStep:
         """
         after = self._after[shard] = {}
         for number, slot in enumerate(self._slots):
-            if self._is_as_before(slot):
+            if not slot.is_on_device and self._is_as_before(slot):
                 continue
             tensor = slot.module._buffers.get(slot.attribute)
             if tensor is None or _form(tensor) != _form(slot.before):
@@ -85,13 +125,22 @@ class BuffersOfStep:
                     f"before shard {shard}, and is {now} after it. Under shards() a buffer keeps "
                     "its form: each shard starts from the value that it had before the step."
                 )
-            if slot.policy not in ("rank0", "mean"):
-                raise ModelError(
-                    f"Shard {shard} has changed the buffer {slot.name!r}, whose policy is "
-                    f"{slot.policy!r}: each rank keeps its own, so that its value depends on the "
-                    'number of ranks. Under shards() let its policy be "rank0" or "mean".'
-                )
-            after[number] = tensor.detach().clone()
+            if slot.is_on_device:
+                if slot.policy == "rank0" and shard:
+                    continue
+                self._has_changed[shard, number] = has_other_bits(tensor, slot.before)
+            elif not slot.is_exchanged:
+                self._refuse_change(shard, slot)
+            if slot.is_exchanged:
+                after[number] = tensor.detach().clone()
+
+    @staticmethod
+    def _refuse_change(shard: int, slot: _SlotOfStep) -> NoReturn:
+        raise ModelError(
+            f"Shard {shard} has changed the buffer {slot.name!r}, whose policy is "
+            f"{slot.policy!r}: each rank keeps its own, so that its value depends on the "
+            'number of ranks. Under shards() let its policy be "rank0" or "mean".'
+        )
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether its value at the end depends on shards of this rank."""
@@ -124,9 +173,12 @@ class BuffersOfStep:
         if group is not None and values:
             broadcast_tensors(group, values.values(), 0)  # which has shard 0
         averaged = [each for each in numbers if self._is_mean(each)]
-        for dtype in dict.fromkeys(self._slots[each].before.dtype for each in averaged):
-            alike = [each for each in averaged if self._slots[each].before.dtype == dtype]
-            values |= self._means(group, alike, shards)
+        alike: dict[object, list[int]] = {}
+        for each in averaged:
+            before = self._slots[each].before
+            alike.setdefault((before.dtype, before.device), []).append(each)
+        for its in alike.values():
+            values |= self._means(group, its, shards)
         for number, value in values.items():
             self._put(self._slots[number], value)
 
@@ -136,7 +188,7 @@ class BuffersOfStep:
         numbers: Sequence[int],
         shards: Sequence[Sequence[int]],
     ) -> dict[int, torch.Tensor]:
-        """Return means, of buffers of one dtype."""
+        """Return means, of buffers of one dtype on one device."""
         rank = 0 if group is None else group.rank()
         sizes = [self._slots[each].before.numel() for each in numbers]
         rows = [
@@ -190,11 +242,7 @@ class BuffersOfStep:
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if _form(one) != _form(other):
         return False
-    return torch.equal(_bytes_of(one), _bytes_of(other))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

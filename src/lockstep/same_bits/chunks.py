@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from lockstep.grad import aligned, gradient_dtype, view_like
-from lockstep.same_bits.sums import Gradients
-from lockstep.torch_private import _foreach_add_, _foreach_copy_, _foreach_mul_
+from lockstep.nn import Number
+from lockstep.same_bits.sums import Gradients, scale
+from lockstep.torch_private import _foreach_add_, _foreach_copy_
 
 # The most bytes of gradients that ranks sum at once, if no single one is larger: Gloo's all-gather
 # of 64 MiB takes longer than four of 16.
@@ -20,10 +21,10 @@ _NOTHING = -0.0
 
 
 class Chunk(NamedTuple):
-    """Gradients that ranks sum at once, of one dtype.
+    """Gradients that ranks sum at once, of one dtype on one device.
 
     Attributes:
-        dtype: Their dtype.
+        dtype, device: Theirs.
         indices: Which they are.
         offsets: Where each begins.
         forms: Their parameters, of the same form.
@@ -31,6 +32,7 @@ class Chunk(NamedTuple):
     """
 
     dtype: torch.dtype
+    device: torch.device
     indices: list[int]
     offsets: list[int]
     forms: list[torch.Tensor]
@@ -47,7 +49,7 @@ class Chunk(NamedTuple):
         return [view_like(row, offset, form) for offset, form in pairs]
 
     def fill(
-        self, row: torch.Tensor, terms: Sequence[Gradients], weight: float | None = None
+        self, row: torch.Tensor, terms: Sequence[Gradients], weight: Number | None = None
     ) -> None:
         """Write to ``row`` the sum of ``terms``, from the last one on, without changing them.
 
@@ -68,8 +70,8 @@ class Chunk(NamedTuple):
         for number, pairs in enumerate(filter(None, more)):
             function = _foreach_add_ if number else _foreach_copy_
             function([view for view, _ in pairs], [gradient for _, gradient in pairs])
-            if not number and weight not in (None, 1) and filled:
-                _foreach_mul_(filled, weight)
+            if not number:
+                scale(filled, weight)
 
     def take(
         self, total: torch.Tensor, mine: Gradients, used: Sequence[bool], result: Gradients
@@ -83,7 +85,7 @@ class Chunk(NamedTuple):
             sources.append(view)
             target = mine[index]
             if target is None or target.stride() != view.stride():
-                target = torch.empty_strided(view.shape, view.stride(), dtype=total.dtype)
+                target = total.new_empty_strided(view.shape, view.stride())
             targets.append(target)
             result[index] = target
         _foreach_copy_(targets, sources)
@@ -94,27 +96,28 @@ def in_chunks(parameters: Sequence[torch.Tensor], num_ranks: int) -> Iterator[Ch
 
     These are, as a rule, of the parameters that come last.
     """
-    dtypes = [gradient_dtype(parameter) for parameter in parameters]
-    for dtype in dict.fromkeys(dtypes):
+    kinds = [(gradient_dtype(parameter), parameter.device) for parameter in parameters]
+    for kind in dict.fromkeys(kinds):
+        dtype = kind[0]
         cap = _CAP_BYTES // dtype.itemsize
         indices: list[int] = []
         offsets = [0]
-        for index in reversed([index for index, each in enumerate(dtypes) if each == dtype]):
+        for index in reversed([index for index, each in enumerate(kinds) if each == kind]):
             size = aligned(parameters[index].numel())
             if indices and offsets[-1] + size > cap:
-                yield _chunk(dtype, indices, offsets, parameters, num_ranks)
+                yield _chunk(kind, indices, offsets, parameters, num_ranks)
                 indices, offsets = [], [0]
             indices.append(index)
             offsets.append(offsets[-1] + size)
-        yield _chunk(dtype, indices, offsets, parameters, num_ranks)
+        yield _chunk(kind, indices, offsets, parameters, num_ranks)
 
 
 def _chunk(
-    dtype: torch.dtype,
+    kind: tuple[torch.dtype, torch.device],
     indices: list[int],
     offsets: list[int],
     parameters: Sequence[torch.Tensor],
     num_ranks: int,
 ) -> Chunk:
     numel = num_ranks * aligned(-(-offsets[-1] // num_ranks))
-    return Chunk(dtype, indices, offsets[:-1], [parameters[index] for index in indices], numel)
+    return Chunk(*kind, indices, offsets[:-1], [parameters[index] for index in indices], numel)

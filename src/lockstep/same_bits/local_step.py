@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import ExitStack
 
@@ -13,9 +14,10 @@ from lockstep.nn import ParallelState, Shard, current_shard, policy_of, set_curr
 from lockstep.same_bits.between_steps import StepsOfModel
 from lockstep.same_bits.buffers import BuffersOfStep
 from lockstep.same_bits.facts import ShardFacts
-from lockstep.same_bits.sums import Gradients, LocalSums
+from lockstep.same_bits.late import read
+from lockstep.same_bits.sums import Gradients, LocalSums, scale
 from lockstep.same_bits.turns import exclusive
-from lockstep.torch_private import _foreach_mul_, gradient_of
+from lockstep.torch_private import gradient_of
 
 # As torch's allocator aligns memory.
 LINE_BYTES = 64
@@ -32,7 +34,7 @@ class LocalStep:
     Attributes:
         names, parameters: The parameters that are trained.
         buffers: The model's buffers, before the step and after each shard.
-        told: What is told to the other ranks of each shard that had a backward.
+        told: What is told to the other ranks of each shard that had a backward, after :meth:`read`.
         early: What is sent to them before the end of the step, if anything.
     """
 
@@ -43,6 +45,7 @@ class LocalStep:
         self._shard: Shard | None = None  # whose turn it is, and the thread that has begun it
         self._thread = threading.current_thread()
         self.told: list[ShardFacts] = []
+        self._had_backward: list[Shard] = []
         named = dict(module.named_parameters())
         self.names = [name for name, each in named.items() if each.requires_grad]
         self.parameters = [named[name] for name in self.names]
@@ -91,13 +94,10 @@ class LocalStep:
                     "ones alone."
                 )
         self.buffers.end_shard(shard.number)
-        weight = shard.weight
-        if weight is not None and weight != 1 and there:
-            with torch.no_grad():
-                _foreach_mul_(there, weight)
-        if weight is not None or there:
-            self.told.append(ShardFacts(shard.number, weight, shard.total))
+        if shard.weight is not None or there:
+            self._had_backward.append(shard)
         with torch.no_grad():
+            scale(there, shard.weight)
             self._sums.add(shard.number, gradients)
 
     def _refuse_other_parameters(self, shard: Shard) -> None:
@@ -111,6 +111,24 @@ class LocalStep:
                     "trained, or not there, when the loop over lockstep.shards() began. Unfreeze "
                     "parameters, and put others in place, before the loop."
                 )
+
+    def read(self) -> None:
+        """Read what devices have computed of this rank's shards: the host waits for it, once.
+
+        Raises:
+            ModelError: If a shard has changed a buffer that each rank has for itself.
+            ValueError: If a shard has two means of different weights.
+        """
+        shards = self._had_backward
+        values = iter(
+            read([*(n for s in shards for n in (*s.weights, s.total)), *self.buffers.unread()])
+        )
+        for shard in shards:
+            weights = [*itertools.islice(values, len(shard.weights))]
+            shard.check(weights)
+            weight = weights[0] if weights else None
+            self.told.append(ShardFacts(shard.number, weight, next(values)))
+        self.buffers.take_read([*values])
 
     def terms(self) -> list[list[Gradients]]:
         """Return what is to be added up over this rank's shards, for each of its largest nodes."""

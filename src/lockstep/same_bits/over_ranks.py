@@ -11,6 +11,7 @@ had gradients of.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import can_overlap
+from lockstep.nn import Number
 from lockstep.same_bits.chunks import Chunk, in_chunks
 from lockstep.same_bits.in_memory import in_memory
 from lockstep.same_bits.messages import Messages, Sent
@@ -84,15 +86,17 @@ class SumOverRanks:
         return result
 
     def _total(self, chunk: Chunk, terms: Terms, divisor: float) -> torch.Tensor:
-        most = max(each.numel for each in self._chunks if each.dtype == chunk.dtype)
-        rows = None if self._in_memory is None else self._in_memory.rows(chunk, most)
+        kind = chunk.dtype, chunk.device
+        most = max(each.numel for each in self._chunks if (each.dtype, each.device) == kind)
+        in_memory = self._in_memory if chunk.device.type == "cpu" else None
+        rows = None if in_memory is None else in_memory.rows(chunk, most)
         if rows is None:
             rows = self._messages.rows(chunk, most)
             fill(chunk, rows, terms)
             return self._messages.total(rows, divisor)
-        assert self._in_memory is not None
+        assert in_memory is not None
         fill(chunk, rows, terms)
-        total = self._in_memory.total(chunk, divisor)
+        total = in_memory.total(chunk, divisor)
         return self._messages.total(rows[: len(terms)], divisor) if total is None else total
 
     def _note(self, terms: Terms, used: Sequence[bool]) -> None:
@@ -103,7 +107,7 @@ class SumOverRanks:
             self.early = self.early.renewed(chunks, last)
 
 
-def fill(chunk: Chunk, rows: torch.Tensor, terms: Terms, weight: float | None = None) -> None:
+def fill(chunk: Chunk, rows: torch.Tensor, terms: Terms, weight: Number | None = None) -> None:
     """Write this rank's sums to ``rows``; the last shard's gradients are weighted there if need be.
 
     Of ``terms``, the last one of the last node is that shard's.
@@ -115,7 +119,7 @@ def fill(chunk: Chunk, rows: torch.Tensor, terms: Terms, weight: float | None = 
 class _SentGradients(NamedTuple):
     """Gradients of the last shard that are on their way, and what they were then."""
 
-    weight: float | None
+    weight: Number | None
     gradients: list[torch.Tensor | None]
     versions: list[int | None]
 
@@ -142,6 +146,8 @@ class EarlyChunks:
         self._messages, self._parameters, self._chunks = messages, parameters, chunks
         self._expected = expected
         self._memory: dict[int, torch.Tensor] = {}  # by the first index of the chunk
+        # Autograd computes gradients of each device in a thread of its own.
+        self._lock = threading.Lock()
         # Whether this rank's step has nothing to send in them, while other ranks' may have.
         self._is_void = False
         places = {index: at for at, chunk in enumerate(chunks) for index in chunk.indices}
@@ -156,7 +162,8 @@ class EarlyChunks:
         self._left = deque(self._chunks)
         self._missing = [{*each.indices} & self._expected for each in self._chunks]
         self._terms: Terms = []
-        self._weight: Callable[[], float | None] = lambda: None
+        self._events: dict[torch.device, torch.Event] = {}
+        self._weight: Callable[[], Number | None] = lambda: None
 
     def renewed(self, chunks: Sequence[Chunk], expected: set[int]) -> EarlyChunks:
         """Return those of the next step."""
@@ -178,7 +185,7 @@ class EarlyChunks:
         """Whether any is sent early."""
         return bool(self._chunks) and not self._is_void
 
-    def begin(self, terms: Terms, weight: Callable[[], float | None]) -> None:
+    def begin(self, terms: Terms, weight: Callable[[], Number | None]) -> None:
         """Begin to send: the last shard has its turn.
 
         Args:
@@ -186,21 +193,28 @@ class EarlyChunks:
             weight: Returns what these are to be multiplied by, as far as it is known.
         """
         self._terms, self._weight = terms, weight
+        # A backward may compute gradients on other streams than that of the sums so far.
+        devices = {chunk.device for chunk in self._chunks if chunk.device.type != "cpu"}
+        self._events = {
+            device: torch.accelerator.current_stream(device).record_event() for device in devices
+        }
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Note that a gradient of the last shard is there."""
         place, gradient = self._places.get(id(parameter)), gradient_of(parameter)
         if place is None or gradient is None or gradient.layout is not torch.strided:
             return
-        self._missing[place[1]].discard(place[0])
-        while self._left and not self._missing[len(self._sent)]:
-            with torch.no_grad():
+        with self._lock, torch.no_grad():
+            self._missing[place[1]].discard(place[0])
+            while self._left and not self._missing[len(self._sent)]:
                 self._send(self._left.popleft())
 
     def _send(self, chunk: Chunk) -> None:
         gradients: Gradients = [None] * len(self._parameters)
         for index in chunk.indices:
             gradients[index] = gradient_of(self._parameters[index])
+        if (event := self._events.get(chunk.device)) is not None:
+            torch.accelerator.current_stream(chunk.device).wait_event(event)
         weight, found = self._weight(), [gradients[index] for index in chunk.indices]
         self._seen.append(_SentGradients(weight, found, [*map(_version_of, found)]))
         *others, last = self._terms
@@ -218,7 +232,7 @@ class EarlyChunks:
         weight = self._weight()
         for chunk, seen in zip(self._chunks, self._seen, strict=False):
             now = [gradient_of(self._parameters[index]) for index in chunk.indices]
-            is_same = seen.weight == weight or not any(g is not None for g in now)
+            is_same = _are_same(seen.weight, weight) or not any(g is not None for g in now)
             is_same &= all(a is b for a, b in zip(now, seen.gradients, strict=True))
             self._changed.append(not is_same or [*map(_version_of, now)] != seen.versions)
         self._seen = []
@@ -248,14 +262,21 @@ class EarlyChunks:
         for sent, is_again in zip(self._sent, again, strict=True):
             if is_again:
                 sent.work.wait()
-        for _, _, work in started:
-            work.wait()
+        for _, _, wait in started:
+            wait()
         return {first: sent.rows[0] for first, sent, _ in started}
 
     def drop(self) -> None:
         """Drop what is on its way, as the step has failed: all ranks have sent it."""
         for each in self._sent:
             each.work.wait()
+
+
+def _are_same(one: Number | None, other: Number | None) -> bool:
+    """Whether two weights are the same, as far as the host knows."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return one == other
 
 
 def _version_of(gradient: torch.Tensor | None) -> int | None:

@@ -86,11 +86,8 @@ def _is_parallel(module: nn.Module) -> bool:
 
 def _of_parameters(module: nn.Module) -> str | None:
     for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
-            return (
-                f"{name!r} is on {parameter.device}. On accelerators the bits of a step aren't the "
-                "same at any number of ranks."
-            )
+        if parameter.is_meta:
+            return f"{name!r} is on meta, where nothing is computed."
         dtype = gradient_dtype(parameter)
         if parameter.requires_grad and dtype not in _DTYPES:
             known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)

@@ -38,6 +38,7 @@ from lockstep.same_bits.over_ranks import EarlyChunks
 from lockstep.same_bits.refusals import check
 from lockstep.same_bits.sums import Gradients, shards_of
 from lockstep.same_bits.turns import exclusive
+from lockstep.world import seed_accelerators
 
 _log = logging.getLogger("lockstep")
 
@@ -198,7 +199,7 @@ class Shards:
             if self._left:
                 number = self._left.pop(0)
                 local.begin_shard(Shard(number, weakref.WeakMethod(self._abandon)))
-                self._seeds.put(self._seed(number))
+                self._seed_all(number)
                 return self._batches.pop(number)
             self._finish(local)
         except BaseException:
@@ -249,11 +250,12 @@ class Shards:
 
     def _finish(self, local: LocalStep) -> None:
         """End the step with the other ranks."""
-        terms = local.terms()
-        mine, kept = self._facts(local, terms), self._state.context.get(StepsOfModel)
+        terms, kept = local.terms(), self._state.context.get(StepsOfModel)
         with torch.no_grad():
             if local.early is not None:
                 local.early.send_rest(terms)
+            local.read()
+            mine = self._facts(local, terms)
             self._has_told = True
             facts = self._told_by_all(mine, local.early)
             if self._group is None:
@@ -275,7 +277,7 @@ class Shards:
         for engine in self._state.engines:
             engine.take_means()
         with exclusive:
-            self._seeds.put(self._seed(self._num_shards))
+            self._seed_all(self._num_shards)
 
     def _told_by_all(self, mine: dict[str, Any], early: EarlyChunks | None) -> FactsOfStep:
         try:
@@ -290,7 +292,7 @@ class Shards:
         sets = [*itertools.chain(*terms)]
         used = [any(its[at] is not None for its in sets) for at in range(len(local.names))]
         return {
-            "fingerprint": fingerprint_of(self._num_shards),
+            "fingerprint": fingerprint_of(self._num_shards, {p.device for p in local.parameters}),
             "place": self._place,
             "buffers": local.buffers.digest(),
             "told": local.told,
@@ -304,6 +306,11 @@ class Shards:
         """End what lasts as long as the loop."""
         self._local, self._is_over = None, True
         local.close()
+
+    def _seed_all(self, number: int) -> None:
+        seed = self._seed(number)
+        self._seeds.put(seed)
+        seed_accelerators(seed)
 
     def _seed(self, number: int) -> int:
         return mixed(*self._place, number, _SHARDS)

@@ -6,12 +6,13 @@ has the largest power of two of them that is less than all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
-from lockstep.torch_private import _foreach_add_
+from lockstep.nn import Number
+from lockstep.torch_private import _foreach_add_, _foreach_mul_
 
 Node = tuple[int, int]
 T = TypeVar("T")
@@ -64,6 +65,19 @@ def inner_nodes(root: Node) -> set[Node]:
 
 # Gradients by parameter; None for one without.
 Gradients = list[torch.Tensor | None]
+
+
+def scale(gradients: Sequence[torch.Tensor], weight: Number | None) -> None:
+    """Multiply ``gradients`` by ``weight``, in place; by none, if it is None."""
+    if isinstance(weight, torch.Tensor):
+        for gradient in gradients:
+            factor = weight.to(gradient.device)
+            if gradient.itemsize < 4:  # which would round the weight too
+                gradient.copy_(gradient.float() * factor)
+            else:
+                gradient.mul_(factor)
+    elif weight is not None and weight != 1 and gradients:
+        _foreach_mul_([*gradients], weight)
 
 
 def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from .devices import choose_device as choose_device
 from .devices import device_of_sums as device_of_sums
 from .devices import is_capturing as is_capturing
 from .devices import num_accelerators as num_accelerators
+from .devices import seed_accelerators as seed_accelerators
 from .environment import Placement as Placement
 from .environment import Starter as Starter
 from .environment import alike_failures_of as alike_failures_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,14 @@ def is_capturing() -> bool:
     if (kind := accelerator()) is None:
         return False
     return bool(getattr(torch.get_device_module(kind), "is_current_stream_capturing", bool)())
+
+
+def seed_accelerators(seed: int) -> None:
+    """Seed torch's generators of all accelerators, if anything can have drawn from them."""
+    if (kind := accelerator()) is not None:
+        module: Any = torch.get_device_module(kind)
+        if getattr(module, "is_initialized", lambda: True)():
+            getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 @functools.cache

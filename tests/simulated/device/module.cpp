@@ -6,6 +6,9 @@
 
 #include "collectives.h"
 
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #ifdef SIMULATE_CUDA
@@ -33,6 +36,16 @@ TORCH_LIBRARY_IMPL(_, KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// The CPU's has no generator among its arguments, and would draw from the CPU's when it runs.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true))
+    return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  auto mask = at::empty_like(input).bernoulli_(1 - p);
+  auto output = input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1.0 - p));
+  return {output, mask.to(at::kBool)};
+}
+
 TORCH_LIBRARY_IMPL(aten, KEY, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
@@ -49,6 +62,7 @@ TORCH_LIBRARY_IMPL(aten, KEY, library) {
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("is_set_to", is_set_to);
   library.impl("record_stream", record_stream);
+  library.impl("native_dropout", native_dropout);
   library.impl(
       "convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl(
