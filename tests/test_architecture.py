@@ -82,11 +82,11 @@ SHELVES = {
         "errors": BUDGET_OF_A_MODULE,
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
-        "comm": 6_575,
-        "world": 2_892,
+        "comm": 6_662,
+        "world": 2_893,
         "grad": 3_555,
         "nn": 8_970,
-        "launcher": 6_624,
+        "launcher": 6_765,
         "train": BUDGET_OF_A_MODULE,
     },
     "library": {
@@ -110,7 +110,7 @@ SHELVES = {
         "bench": 800,
         "demo": 400,
         "cli_help": BUDGET_OF_A_MODULE,
-        "cli": 406,
+        "cli": 426,
         "__main__": BUDGET_OF_A_MODULE,
     },
 }

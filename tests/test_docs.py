@@ -54,6 +54,18 @@ def test_blocks_run(tmp_path: Path, name: str, start: list[str]) -> None:
     assert ("restart 1: rank 1 of 2 failed in step 25" in done.stderr) == restarts
 
 
+def test_the_program_in_shards_ends_alike_on_any_ranks(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS["same_bits"])
+    told = []
+    for options in (["-n", "1"], ["-n", "3"], ["-n", "3", "--ranks", "threads"]):
+        command = [sys.executable, "-m", "lockstep", "run", *options, "program.py"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        told.append({line.split()[-1] for line in done.stdout.splitlines()})  # without labels
+    assert told == [told[0]] * 3
+    assert len(told[0]) == 1
+
+
 # What resume takes of checkpoint, and no program.
 CHECKPOINT_NAMES_OF_RESUME = {
     *("LiveThings", "Manifest", "OfRank", "Ranks", "Snapshot", "SnapshotPlan", "background_of"),

@@ -42,6 +42,7 @@ MODULE_STATE = {
     "world.rendezvous._held_open": "stores at ports, which can be opened once",
     "world.rendezvous._open_files": "files of stores, open as long as the process",
     "comm.threads.ranks.changed": "wakes threads that wait for each other",
+    "comm.threads.ranks._turn_is_over": "the same, for the turn of one rank at a time",
     "comm.threads.ranks._isolation": "torch's record of groups, while ranks are threads",
     "comm.threads.transport._states": "where threads meet that are to be a group, by its name",
     # Where a higher layer tells a lower one what to call.

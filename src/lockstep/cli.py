@@ -188,6 +188,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_program(run, "N|MIN:MAX", more)
     run.option("--nproc-per-node N", "The same, as torchrun calls it.", dest="nprocs")
     run.option("--nproc_per_node", hidden, dest="nprocs")
+    run.option(
+        "--ranks threads",
+        "Run the ranks as threads of this process, one at a time, with the numbers that processes "
+        "have: for breakpoint(), a debugger or an IDE. Modules that SCRIPT imports are shared.",
+    )
     run.option("--log-dir DIR", "Keep each rank's output in DIR/rank-R.log as well.")
     run.option(
         "--stdin RANK|none",
@@ -334,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(
+    ranks: str = "processes",
     check: str | None = None,
     float64: bool = False,
     trace: str | None = None,
@@ -342,6 +348,10 @@ def _run(
     trace_operators: bool = False,
     **options: Any,
 ) -> None:
+    if ranks != "processes":
+        given = {"check": check, "trace": trace, "trace_steps": trace_steps, **options}
+        given |= {"float64": float64, "baseline": baseline, "trace_operators": trace_operators}
+        _run_threads(ranks, {name: value for name, value in given.items() if value})
     if check is not None:
         if "restarts" in options:
             raise BadLaunch(
@@ -358,6 +368,17 @@ def _run(
 
         job = traced(job, trace, trace_steps, baseline, trace_operators)
     launcher.run_job(job)
+
+
+def _run_threads(ranks: str, options: dict[str, Any]) -> NoReturn:
+    known = {"program", "module", "nprocs", "threads", "full_traceback", "live"}
+    if ranks != "threads":
+        raise BadLaunch(f"--ranks is {ranks!r}, but only 'threads' and 'processes' are known.")
+    for name in sorted(options.keys() - known):
+        raise BadLaunch(
+            f"--{name.replace('_', '-')} is for ranks that are processes. Leave it or --ranks out."
+        )
+    launcher.run_threads_job(launcher.job_of(**options))
 
 
 def _explain(**options: Any) -> None:

@@ -23,6 +23,10 @@ class Deadline:
         """Be ``seconds`` from now."""
         self._end = time.monotonic() + self.seconds
 
+    def delay(self, seconds: float) -> None:
+        """Be ``seconds`` later than it was."""
+        self._end += seconds
+
     def left(self) -> float:
         """Return the seconds left until the deadline; 0 after it."""
         return max(0.0, self._end - time.monotonic())

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.arguments import as_whole_number, refusal
 from lockstep.generators import global_generators, mixed
-from lockstep.world import is_thread, set_seed_of_run, this_rank
+from lockstep.world import set_seed_of_run, shares_generators, this_rank
 
 __all__ = ["seed"]
 
@@ -29,8 +29,8 @@ def seed(number: int) -> None:
     samples, for what the dataset draws, for its workers. Workers of torch's loader follow the
     numbers of their rank.
 
-    Ranks that are threads share the generators, which rank 0 seeds; which of them draws first is
-    chance. Give a generator of its own to what is to be the same again there.
+    Ranks that are threads of ``launch()`` share the generators, which rank 0 seeds; which of them
+    draws first is chance. Give a generator of its own to what is to be the same again there.
 
     Args:
         number: From 0 to 2 ** 63 - 1.
@@ -43,11 +43,11 @@ def seed(number: int) -> None:
     number = as_whole_number("number", number, wanted, at_least=0)
     if number >= 2**63:
         raise ValueError(refusal("number", number, wanted))
-    rank, shares_generators = this_rank(), is_thread()
-    if not (shares_generators and rank):
+    rank, is_shared = this_rank(), shares_generators()
+    if not (is_shared and rank):
         torch.manual_seed(number)  # of all devices
         _seed_python_and_numpy(number)
-    set_seed_of_run(number, None if shares_generators else partial(_begin_noise, number, rank))
+    set_seed_of_run(number, None if is_shared else partial(_begin_noise, number, rank))
 
 
 def _begin_noise(number: int, rank: int) -> None:

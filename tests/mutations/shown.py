@@ -118,8 +118,8 @@ SHOWN = [
     mutation(
         "test_a_wait_for_a_call_is_not_one_for_later_calls",
         "comm/work.py",
-        "if self._carrying_out.acquire(True, _TURN_SECONDS):",
-        "if self._carrying_out.acquire():",
+        "return self._carrying_out.acquire(True, _TURN_SECONDS)",
+        "return self._carrying_out.acquire()",
     ),
     mutation(
         "test_a_callback_may_wait_for_another_calls_future",

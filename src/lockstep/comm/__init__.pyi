@@ -87,6 +87,7 @@ from .started import start_reduce_scatter as start_reduce_scatter
 from .started import sum_at as sum_at
 from .started import waited_seconds as waited_seconds
 from .threads.ranks import RankThreads as RankThreads
+from .threads.ranks import TurnsOfRanks as TurnsOfRanks
 from .threads.ranks import a_rank_of as a_rank_of
 from .threads.ranks import end_this_rank as end_this_rank
 from .threads.ranks import of_this_rank as of_this_rank

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lockstep.comm.threads.ranks import passed_on
 from lockstep.deadline import Deadline
 from lockstep.entries import value_in
 from lockstep.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RendezvousFailed
@@ -66,7 +67,8 @@ def answered(call: Callable[[], _Result], seconds: float) -> _Result:
 
     thread = threading.Thread(target=make, name="lockstep-asking", daemon=True)
     thread.start()
-    thread.join(min(seconds, threading.TIMEOUT_MAX))
+    with passed_on():
+        thread.join(min(seconds, threading.TIMEOUT_MAX))
     if errors:
         raise errors.pop()  # kept, it would keep itself and, in its frames, the store
     if not results:

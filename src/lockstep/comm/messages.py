@@ -248,7 +248,7 @@ class Mailbox(ABC):
                 self._check_sources(expected)
                 # This rank's messages to itself end no transport's wait.
                 if is_polled := self._is_polled or not sources:
-                    self._changed.wait(min(left, LOOK_SECONDS))
+                    self._wait(min(left, LOOK_SECONDS))
                 else:
                     self._is_polled = True
             if not is_polled:
@@ -261,6 +261,10 @@ class Mailbox(ABC):
             if not left and expected.message is None:
                 self._check_sources(expected)
                 return False
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a change, with the lock held."""
+        self._changed.wait(seconds)
 
     def _check_sources(self, expected: Expected) -> None:
         """Raise if the message can't arrive any more."""

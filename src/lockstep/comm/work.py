@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lockstep.comm.dynamo import uncompiled
 from lockstep.comm.failures import without_traceback
-from lockstep.comm.threads.ranks import of_this_rank
+from lockstep.comm.threads.ranks import of_this_rank, passed_on
 from lockstep.deadline import Deadline
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout
 from lockstep.torch_private import _InferenceMode
@@ -372,7 +372,7 @@ class WorkQueue:
             # Another thread may be on a later call by then, which this one must not wait for: the
             # other ranks may come to that only after the next call of this thread.
             # Shown by test_a_wait_for_a_call_is_not_one_for_later_calls.
-            if self._carrying_out.acquire(True, _TURN_SECONDS):
+            if self._acquire():
                 self._carry_out_next(end, until=work)
             elif not end.left():  # that thread's limit need not be this one's
                 running = self._running  # at most work, if that isn't done afterwards
@@ -382,6 +382,12 @@ class WorkQueue:
                         error = unheard(end)
                         self.fail(error)
                         raise error
+
+    def _acquire(self) -> bool:
+        if self._carrying_out.acquire(False):
+            return True
+        with passed_on():  # another thread may wait for other ranks
+            return self._carrying_out.acquire(True, _TURN_SECONDS)
 
     def carry_out_all(self) -> None:
         """Carry out all calls. Those of a group that was closed fail at once."""

@@ -18,4 +18,5 @@ from .stacks import main_stack as main_stack
 from .stacks import place_in as place_in
 from .start import launch as launch
 from .start import run_job as run_job
+from .start import run_threads_job as run_threads_job
 from .start import supervise as supervise

@@ -87,7 +87,7 @@ def run_rank(
     _unblock_signals(signal_mask)
     _report_to(status, rank)
     pid = os.getpid()
-    failure, result = _run(job.program, rank, reads_stdin, job.around or nullcontext)
+    failure, result = run_program(job.program, rank, reads_stdin, job.around or nullcontext)
     status.enter("end", "")
     # If the supervisor was killed, the end of this rank is near.
     with contextlib.suppress(BrokenPipeError), connection:
@@ -161,7 +161,7 @@ def _unblock_signals(signal_mask: Collection[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _run(
+def run_program(
     program: Program | bytes,
     rank: int,
     reads_stdin: bool,
@@ -314,8 +314,46 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
 def _new_main(path: str) -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None)
-    sys.modules["__main__"] = main
+    if isinstance(mains := sys.modules["__main__"], MainOfRank):
+        mains.put(main)
+    else:
+        sys.modules["__main__"] = main
     return main
+
+
+class MainOfRank(ModuleType):
+    """What ``sys.modules`` has as ``__main__`` while ranks are threads: leads to a rank's own.
+
+    Args:
+        before: What was there before, and is there for other threads.
+        this_rank: Returns what differs between ranks, and is the same in all threads of one.
+    """
+
+    def __init__(self, before: ModuleType, this_rank: Callable[[], int]) -> None:
+        of_this = object.__getattribute__(self, "__dict__")
+        of_this.update(_before=before, _mains={}, _this_rank=this_rank)
+
+    def put(self, main: ModuleType) -> None:
+        """Let ``main`` be that of this rank."""
+        of_this = object.__getattribute__(self, "__dict__")
+        of_this["_mains"][of_this["_this_rank"]()] = main
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "put":
+            return object.__getattribute__(self, name)
+        return getattr(_main_of(self), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_main_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_main_of(self), name)
+
+
+def _main_of(mains: MainOfRank) -> ModuleType:
+    state = object.__getattribute__(mains, "__dict__")
+    found: ModuleType = state["_mains"].get(state["_this_rank"](), state["_before"])
+    return found
 
 
 def _replace_first_path_entry(directory: str | None) -> None:

@@ -33,6 +33,7 @@ from lockstep.launcher.job import (
 )
 from lockstep.launcher.processes import MARK, fill_standard_descriptors, flush_standard_streams
 from lockstep.memory_files import memory_file
+from lockstep.printable import printable_lines
 from lockstep.world import allocator_environment, quiet_environment
 
 Result = TypeVar("Result")
@@ -54,6 +55,22 @@ def run_job(job: Job) -> NoReturn:
         os.execve(sys.executable, command, environment)
     except OSError as error:
         raise LaunchError(f"{sys.executable} can't be started: {error.strerror}.") from error
+
+
+def run_threads_job(job: Job) -> NoReturn:
+    """Run ``job`` in this process, on ranks that are threads, and end it.
+
+    Raises:
+        RankFailed: If a rank didn't end well.
+        BadLaunch: If the program can't be run so.
+    """
+    from lockstep.launcher.threads import run_program_in_threads  # imports torch
+
+    outcome = run_program_in_threads(job)
+    if outcome.exit_status and outcome.message:
+        flush_standard_streams()
+        print(f"lockstep: {printable_lines(outcome.message)}", file=sys.stderr, flush=True)
+    sys.exit(outcome.exit_status)
 
 
 def _prepare(job: Job) -> tuple[int, list[str], dict[str, str]]:

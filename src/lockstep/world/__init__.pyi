@@ -41,9 +41,9 @@ from .rendezvous import reason_of_full_store as reason_of_full_store
 from .rendezvous import tell_of_end as tell_of_end
 from .rendezvous import use_store_of_run as use_store_of_run
 from .seeds import begin_local_noise as begin_local_noise
-from .seeds import is_thread as is_thread
 from .seeds import seed_of_run as seed_of_run
 from .seeds import set_seed_of_run as set_seed_of_run
+from .seeds import shares_generators as shares_generators
 from .silence import SILENCE_SECONDS as SILENCE_SECONDS
 from .silence import end_on_silence as end_on_silence
 from .world import World as World

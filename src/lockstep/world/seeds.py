@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lockstep.comm import rank_context
 from lockstep.world.world import rank_state
 
 
-def is_thread() -> bool:
-    """Whether this rank is a thread, which has its generators in common with others."""
-    return rank_state().placement is not None
+def shares_generators() -> bool:
+    """Whether this rank is a thread that has its global generators in common with others."""
+    return rank_state().placement is not None and rank_context().launch.turns is None
 
 
 def set_seed_of_run(number: int, begin_noise: Callable[[], None] | None) -> None:

@@ -12,20 +12,82 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed.distributed_c10d as c10d
 
+from lockstep.deadline import Deadline
 from lockstep.torch_private import _set_thread_isolation_mode, _World
 
 T = TypeVar("T")
 
 # Guards the state that rank threads share, and is notified of each change to it. One for all
 # groups: the garbage collector may end a rank in any thread, with any of these states locked.
-changed = threading.Condition(threading.RLock())
+_lock = threading.RLock()
+changed = threading.Condition(_lock)
+_turn_is_over = threading.Condition(_lock)
+
+
+class TurnsOfRanks:
+    """Lets one rank run at a time, from one wait for the others to the next.
+
+    Args:
+        swap: Called when a rank's turn begins, with its number and that of the rank before it (-1
+            for none), which has run since: it exchanges what both would have for themselves in
+            processes of their own.
+    """
+
+    def __init__(self, swap: Callable[[int, int], None]) -> None:
+        self._swap = swap
+        self._thread: int | None = None  # whose turn it is
+        self._rank, self._ranks = -1, dict[int, int]()
+
+    def enter(self, rank: int) -> None:
+        """Begin the first turn of ``rank``, which is this thread."""
+        self._ranks[threading.get_ident()] = rank
+        self._begin()
+
+    def leave(self) -> None:
+        """End the last turn of this thread's rank."""
+        with changed:
+            if self._thread == threading.get_ident():
+                self._end()
+
+    @contextmanager
+    def passed_on(self, *deadlines: Deadline) -> Iterator[None]:
+        """Let other ranks run. What they take when the wait is over counts for no deadline.
+
+        A thread that works for a rank has no turn, and ends none.
+        """
+        has_turn = self._thread == threading.get_ident()
+        if has_turn:
+            with changed:
+                self._end()
+        try:
+            yield
+        finally:
+            if has_turn:
+                began = time.monotonic()
+                self._begin()
+                for each in deadlines:
+                    each.delay(time.monotonic() - began)
+
+    def _begin(self) -> None:
+        with changed:
+            while self._thread is not None:
+                _turn_is_over.wait()
+            self._thread = threading.get_ident()
+            before, self._rank = self._rank, self._ranks[self._thread]
+            if before != self._rank:
+                self._swap(self._rank, before)
+
+    def _end(self) -> None:
+        self._thread = None
+        _turn_is_over.notify()
 
 
 class RankThreads:
@@ -34,11 +96,13 @@ class RankThreads:
     Attributes:
         failure: Why the ranks can't all join a further group, or None.
         contexts: The contexts of the threads.
+        turns: Lets one of them run at a time; None if all may.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: TurnsOfRanks | None = None) -> None:
         self.failure: str | None = None
         self.contexts: list[_Context] = []
+        self.turns = turns
 
     def fail(self, reason: str) -> None:
         """End all waits for ranks to join a new group."""
@@ -133,6 +197,12 @@ def of_this_rank(target: Callable[[], T]) -> Callable[[], T]:
             _current.context = before
 
     return run
+
+
+def passed_on(*deadlines: Deadline) -> AbstractContextManager[None]:
+    """Let other ranks run, in a wait for them, if one rank runs at a time."""
+    turns = rank_context().launch.turns
+    return nullcontext() if turns is None else turns.passed_on(*deadlines)
 
 
 def this_thread() -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.comm.failures import loss, named
 from lockstep.comm.messages import Mailbox, Message
-from lockstep.comm.threads.ranks import RankThreads, changed, rank_context
+from lockstep.comm.threads.ranks import RankThreads, changed, passed_on, rank_context
 from lockstep.comm.transport import MISMATCH_SECONDS, Address, Failure, Signature, Transport
 from lockstep.deadline import LOOK_SECONDS, Deadline
 from lockstep.errors import CollectiveFailed, PeerLost, RendezvousFailed
@@ -85,10 +85,11 @@ class ThreadTransportState:
             RendezvousFailed: If that takes longer than ``timeout`` seconds, or ``launch`` fails.
         """
         with changed:
-            changed.wait_for(
-                lambda: len(self.slots) == self.size or launch.failure is not None,
-                min(timeout, threading.TIMEOUT_MAX),
-            )
+            with passed_on():
+                changed.wait_for(
+                    lambda: len(self.slots) == self.size or launch.failure is not None,
+                    min(timeout, threading.TIMEOUT_MAX),
+                )
             if absent := self._absent(self.slots):
                 raise RendezvousFailed(
                     f"Rank {self.members[rank]} waited up to {timeout:g} s for "
@@ -120,7 +121,8 @@ class ThreadTransportState:
                         self._arrivals = {}
                         changed.notify_all()
                     elif left := min(deadline.left(), sooner.left()):
-                        changed.wait(min(left, LOOK_SECONDS))
+                        with passed_on(deadline, sooner):
+                            changed.wait(min(left, LOOK_SECONDS))
                     else:
                         absent, seconds = self._absent(arrivals), deadline.seconds
                         raise signature.overdue(absent, seconds, "busy with something else")
@@ -177,6 +179,10 @@ class ThreadMailbox(Mailbox):
                 receiver._deliver(message)
             else:
                 self._state.unclaimed[destination].append(message)
+
+    def _wait(self, seconds: float) -> None:
+        with passed_on():
+            super()._wait(seconds)
 
     def _lost(self, rank: int, operation: str) -> CollectiveFailed:
         return self._state.loss(rank, self._rank, operation, operation)
