@@ -83,7 +83,7 @@ SHELVES = {
         "spans": BUDGET_OF_A_MODULE,
         "arguments": BUDGET_OF_A_MODULE,
         "comm": 6_662,
-        "world": 2_893,
+        "world": 2_939,
         "grad": 3_555,
         "nn": 8_970,
         "launcher": 6_765,

@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from tests.counts import num_examples
-from tests.same_bits.runs import NUM_CLASSES, Run, batch_of, bits_on, differing
+from tests.same_bits.runs import NUM_CLASSES, Counting, Run, batch_of, bits_on, differing
 
 WIDTH, NUM_STEPS = 12, 4
 ACTIVATIONS = [nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid]
@@ -37,22 +37,6 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Features, as many as before."""
         return x if x.abs().mean() < self.least else x + self.layers(x)
-
-
-class Counting(nn.Module):
-    """Scales by a running statistic, in a buffer that each forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.ones(()))
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Features, as many as before."""
-        if self.training:
-            self.largest.mul_(0.9).add_(0.1 * x.detach().abs().max())
-            self.num_calls.add_(1)
-        return x / self.largest
 
 
 def random_layer(rng: random.Random, depth: int = 0) -> nn.Module:

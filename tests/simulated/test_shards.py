@@ -21,8 +21,7 @@ import lockstep
 from lockstep.errors import CollectiveFailed, ModelError, ModelMismatch, RankFailed
 from lockstep.nn import current_shard
 from lockstep.same_bits import Shards, chunks, local_step, messages, over_ranks, sums
-from tests.same_bits.runs import OPTIMIZERS, Run, batch_of, differing, model_of
-from tests.same_bits.test_random_programs import Counting
+from tests.same_bits.runs import OPTIMIZERS, Counting, Run, batch_of, differing, model_of
 from tests.simulated.control import KIND
 
 pytestmark = pytest.mark.forks
@@ -42,14 +41,14 @@ def run_of(world: lockstep.World, kind: str, optimizer: str = "SGD", **options: 
 def trained(
     kind: str, optimizer: str, shard_options: dict[str, bool] | None = None, **options: Any
 ) -> Callable[[lockstep.World], Any]:
-    def train(world: lockstep.World) -> dict[str, Any]:
+    def training(world: lockstep.World) -> dict[str, Any]:
         run = run_of(world, kind, optimizer, **options)
         if shard_options is not None:
             lockstep.shard_optimizer(run.optimizer, **shard_options)
         run.steps(STEPS, autocast=optimizer.endswith("autocast"))
         return run.bits()
 
-    return train
+    return training
 
 
 def of_weights(world: lockstep.World) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def in_bfloat16(world: lockstep.World) -> dict[str, Any]:
 def with_buffers(policy: str) -> Callable[[lockstep.World], Any]:
     """Buffers that each forward changes, and some that none does, on the device and on the CPU."""
 
-    def train(world: lockstep.World) -> dict[str, Any]:
+    def training(world: lockstep.World) -> dict[str, Any]:
         torch.manual_seed(4)
         model = nn.Sequential(nn.Linear(108, 6), Counting(), nn.BatchNorm1d(6), nn.Linear(6, 5))
         model.register_buffer("table", torch.randn(7))
@@ -113,7 +112,7 @@ def with_buffers(policy: str) -> Callable[[lockstep.World], Any]:
         assert torch.equal(run.model.table.cpu(), model.table)  # type: ignore[operator, union-attr]
         return run.bits()
 
-    return train
+    return training
 
 
 def drawn(world: lockstep.World) -> dict[str, Any]:

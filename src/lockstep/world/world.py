@@ -38,6 +38,7 @@ from lockstep.world.devices import (
     usable_device,
 )
 from lockstep.world.environment import Placement, Starter, detect, gloo_environment, gloo_interfaces
+from lockstep.world.first_step import limit_calls
 from lockstep.world.main_first import first_alone
 from lockstep.world.network import addresses
 from lockstep.world.reach import HostsOfRun, hosts_of_ranks
@@ -174,6 +175,7 @@ def init(
     backend: str | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
+    first_step_timeout: timedelta | None = None,
 ) -> World:
     """Join the other ranks and return this one's :class:`World`.
 
@@ -194,14 +196,17 @@ def init(
             MPS, and what registers itself with torch), else the CPU; with fewer, a warning says so.
             Without an index, such as ``"cuda"``, that of the local rank.
         timeout: How long to wait for the other ranks, here and in each collective; 10 minutes
-            by default.
+            by default. Another call may change it, as in a function that ``launch()`` calls.
+        first_step_timeout: The same in collectives until an optimizer has stepped on this rank, as
+            programs compile in the first step, and read data for the first time; by default
+            ``timeout``. A process group that exists already keeps its own.
 
     Returns:
         The World, which doesn't change any more.
 
     Raises:
         RendezvousFailed: If the others can't be reached, or don't come, within ``timeout``.
-        ValueError: If ``timeout`` isn't more than 0, or torch knows no such ``device``.
+        ValueError: If a timeout isn't more than 0, or torch knows no such ``device``.
         BackendUnavailable: If the ``backend`` asked for can't be used here, or the ``device``
             isn't there, or no backend carries its tensors.
         ContradictoryInit: If ``init()`` was called before, for something else.
@@ -211,8 +216,11 @@ def init(
     check_type("backend", backend, str | None, "the name of a backend, such as 'gloo'")
     register_backends()
     _check_backend(backend)
-    wanted = Wanted(backend, checked_device, _checked_timeout(timeout))
+    checked_timeout = _checked_timeout("timeout", timeout) or DEFAULT_TIMEOUT
+    first = _checked_timeout("first_step_timeout", first_step_timeout)
+    wanted = Wanted(backend, checked_device, checked_timeout)
     rank = rank_state()
+    is_other = timeout is not None and rank.world is not None  # than that of the call before
     if rank.world is None or rank.world.process_group is not _default_group():
         world = _join_others(rank, wanted)
         for function in when_joined:
@@ -221,6 +229,9 @@ def init(
             watch_optimizers()
         rank.world = world
     _check_same(rank.world, wanted)
+    has_made = rank.world.world_size > 1 and rank.world.starter is not Starter.PROCESS_GROUP
+    if has_made and (is_other or first is not None):
+        limit_calls(checked_timeout, first)
     return rank.world
 
 
@@ -275,13 +286,11 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else detect(os.environ).rank
 
 
-def _checked_timeout(timeout: timedelta | None) -> timedelta:
-    if timeout is None:
-        return DEFAULT_TIMEOUT
-    check_type("timeout", timeout, timedelta, "a timedelta, such as timedelta(seconds=60)")
-    if timeout <= timedelta(0):
+def _checked_timeout(name: str, timeout: timedelta | None) -> timedelta | None:
+    check_type(name, timeout, timedelta | None, "a timedelta, such as timedelta(seconds=60)")
+    if timeout is not None and timeout <= timedelta(0):
         raise ValueError(
-            f"timeout is {timeout!r}, but no rank can join in no time. Give a timedelta of more "
+            f"{name} is {timeout!r}, but no rank can join in no time. Give a timedelta of more "
             "than 0 seconds, or leave it out to wait 10 minutes."
         )
     return timeout
