@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +25,20 @@ class Fault(NamedTuple):
     rank: int
     kind: Kind
     phase: Phase
+
+
+class Flip(NamedTuple):
+    """One bit of a parameter that changes on a rank behind a step."""
+
+    rank: int
+    name: str
+    element: int
+    bit: int
+
+    def apply(self, model: nn.Module) -> None:
+        """Flip it; again, it is as before."""
+        elements = model.get_parameter(self.name).detach().view(-1).view(torch.int32)
+        elements[self.element] ^= torch.tensor(1 << self.bit).to(torch.int32)
 
 
 class Refused(ArithmeticError):
@@ -157,12 +171,23 @@ class Program:
         return [each.clone() for each in found]
 
 
-def run(program: Program, faults: Mapping[int, Fault], num_steps: int, *, leaves_out: bool) -> Any:
-    """Take steps, guarded or without those of ``faults``; return what they tell, and the state."""
+def run(
+    program: Program,
+    faults: Mapping[int, Fault],
+    num_steps: int,
+    *,
+    leaves_out: bool,
+    look: Callable[[Program, int], object] = lambda program, step: None,
+) -> Any:
+    """Take steps, guarded or without those of ``faults``; return what they tell, and the state.
+
+    Behind each guarded step ``look`` is called.
+    """
     told = []
     for step in range(num_steps):
         if not leaves_out:
             told.append(program.guarded(step, faults.get(step)))
+            look(program, step)
         elif step not in faults:
             program.body(step)
             program.optimizer.zero_grad()
