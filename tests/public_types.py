@@ -89,8 +89,11 @@ def replicas(net: Net, x: Tensor) -> None:
 
 def optimizers(net: Net) -> None:
     sharded = lockstep.shard_optimizer(torch.optim.AdamW(net.parameters()))
-    with lockstep.guard(net, sharded) as step:
+    guard = lockstep.guard(net, sharded)
+    with guard as step:
         assert_type(step.blame, lockstep.Blame | None)
+        assert_type(step.watch(torch.ones(())), None)
+        guard.watch("1")  # type: ignore[arg-type]
     assert_type(lockstep.check_replicas(net, sharded), list[lockstep.ReplicaDifference])
     assert_type(sharded, torch.optim.AdamW)
     as_torchs: torch.optim.Optimizer = lockstep.ZeroRedundancyOptimizer(

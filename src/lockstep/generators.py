@@ -259,9 +259,11 @@ def generators_of(parameters: Iterable[torch.Tensor], *owners: Mapping[str, Any]
     The generator of the CPU is among the global ones.
     """
     found = Generators()
-    for name in sorted({str(p.device) for p in parameters if p.device.type != "cpu"}):
+    for name in sorted(str(each) for each in {p.device for p in parameters} if each.type != "cpu"):
         found[name] = generator_of_device(torch.device(name))
     for number, owner in enumerate(owners):
+        if _FREQUENT.issuperset(map(type, owner.values())):
+            continue
         for name, value in owner.items():
             if type(value) not in _FREQUENT and (generator := generator_of(value)) is not None:
                 found[f"{name} {number}"] = generator

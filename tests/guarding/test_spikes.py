@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import StepSkipped
-from lockstep.guarding.spikes import Norms, as_float, as_int
+from lockstep.errors import ModelError, StepSkipped
+from lockstep.guarding.spikes import Losses, Norms, as_float, as_int
 from tests.guarding.faulty import batch
 from tests.ranks import run_ranks
 from tests.same import assert_same
@@ -164,3 +165,111 @@ def test_what_a_guard_knows_is_part_of_what_a_run_goes_on_from(tmp_path: Path) -
     assert after == known
     assert known["num_skipped"] == 2
     assert first == whole[: len(first)]
+
+
+def watched_steps(
+    rank: int, group: dist.ProcessGroup | None, added: dict[int, tuple[int, float]], how: str
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Take steps, in some of which a rank's loss is larger, though its gradients are not."""
+    torch.set_num_threads(1)
+    net = nn.Linear(6, 3)
+    nn.init.constant_(net.weight, 0.3)
+    nn.init.zeros_(net.bias)
+    model = lockstep.parallelize(net, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    if "sharded" in how:
+        lockstep.shard_optimizer(optimizer)
+    guard = lockstep.guard(model, optimizer, spike=6.0)
+
+    def body(step: int) -> None:
+        of_rank, more = added.get(step, (0, 0.0))
+        samples = model(batch(rank, step)).square().mean(1) + (more if rank == of_rank else 0.0)
+        loss = lockstep.mean(samples, process_group=group) if "mean" in how else samples.mean()
+        guard.watch(loss)
+        loss.backward()
+        optimizer.step()
+
+    told = []
+    for step in range(NUM_STEPS):
+        if step in added and how.startswith("left out"):
+            continue
+        told.append(guard.run(body, step))
+        optimizer.zero_grad()
+    return told, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [(size, how) for size in (1, 2, 3) for how in ("plain", "plain, mean", "sharded")[: size + 1]],
+)
+def test_a_step_with_a_far_larger_loss_is_left_out(size: int, how: str) -> None:
+    added = {20: (size - 1, 1e4), 21: (0, float("nan")), 22: (0, float("inf"))}
+
+    def body(rank: int, group: dist.ProcessGroup) -> None:
+        told, parameters = watched_steps(rank, group, added, how)
+        assert [n for n, step in enumerate(told) if step.skipped] == [20, 21, 22]
+        for number, (culprit, _) in added.items():
+            blame = told[number].blame
+            # All ranks have the mean of all.
+            who = None if "mean" in how and size > 1 else culprit
+            assert (blame.kind, blame.rank, blame.step) == ("spike", who, number)
+            assert "mean of the ranks' losses is" in blame.error
+        _, expected = watched_steps(rank, group, added, f"left out, {how}")
+        assert_same(parameters, expected, 0)
+
+    run_ranks(size, body, backend="threads")
+
+
+def test_losses_may_be_negative_all_alike_or_of_some_ranks() -> None:
+    losses = Losses()
+    for step in range(20):
+        losses.add([-2.0 - step % 2 / 10, math.nan])
+    losses.add([math.nan, math.nan])
+    losses.add([math.inf, -2.0])
+    assert len(losses.state()) == 20
+    assert losses.spike([-1.9, math.nan], 6.0) is None
+    assert losses.spike([math.nan, math.nan], 6.0) is None
+    assert losses.spike([-3.0, 2.0], 6.0).ranks == (1,)
+    assert losses.spike([-9.0, 2.0], 6.0) is None, "the mean is as before"
+    zeros = Losses()
+    for _ in range(20):
+        zeros.add([0.0])
+    assert zeros.spike([1.0], 6.0) is None, "nothing is known of how far losses vary"
+
+
+def test_losses_of_micro_batches_are_added_up() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    guard = lockstep.guard(model, optimizer, spike=6.0)
+    with guard as step:
+        for loss in (torch.tensor([1.5]), 2, model(torch.zeros(1, 2)).sum() * 0 + 0.25):
+            step.watch(loss)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    known = guard.state_dict()
+    assert known["losses"] == [[3.75]]
+    guard.load_state_dict({name: value for name, value in known.items() if name != "losses"})
+    assert guard.state_dict()["losses"] == [[]]
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.ones(2), "1", None, True, torch.ones((), dtype=torch.cfloat)]
+)
+def test_a_loss_is_a_number(loss: Any) -> None:
+    model = lockstep.parallelize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with pytest.raises(TypeError, match="watch"):
+        lockstep.guard(model, optimizer, spike=6.0).watch(loss)
+
+
+def test_a_loss_behind_the_update_is_too_late() -> None:
+    model = lockstep.parallelize(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = model.weight.detach().clone()
+    guard = lockstep.guard(model, optimizer, spike=6.0)
+    with pytest.raises(ModelError, match="too late"), guard as step:  # noqa: PT012
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+        step.watch(loss)
+    assert torch.equal(model.weight, before)

@@ -294,3 +294,32 @@ def test_a_run_of_steps_goes_on_behind_a_skipped_one(tmp_path: Path) -> None:
         assert_same(*states, 0)
 
     run_ranks(2, body)
+
+
+@SHARDS
+@pytest.mark.parametrize(
+    ("scale", "max_norm", "is_skipped"),
+    [(1e19, None, False), (1.2e38, None, True), (1.0, float("nan"), True), (1e19, 1.0, False)],
+)
+def test_what_ranks_gradients_add_up_to_is_looked_at(
+    scale: float, max_norm: float | None, is_skipped: bool, shards: bool
+) -> None:
+    """Each rank's own are finite, and some so large that the square of their norm isn't."""
+
+    def body(_: int, group: dist.ProcessGroup) -> None:
+        model = lockstep.parallelize(nn.Linear(3, 2), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
+        if shards:
+            lockstep.shard_optimizer(optimizer)
+        before = model.weight.detach().clone()
+        with lockstep.guard(model, optimizer) as step:
+            (model(torch.ones(2, 3)).sum() * scale).backward()
+            if max_norm is not None:
+                lockstep.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+        assert step.skipped is is_skipped
+        if is_skipped:
+            assert (step.blame.kind, step.blame.rank) == ("nonfinite", None)
+            assert torch.equal(model.weight, before)
+
+    run_ranks(2, body)

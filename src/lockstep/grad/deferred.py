@@ -234,6 +234,10 @@ class DeferredBucket(UnsummedBucket):
         first = self.group.rank() * size
         return first, min(first + size, numel)
 
+    def are_means_of_parts(self) -> bool:
+        """Whether no factor makes means larger than what the ranks have left, or NaN."""
+        return self._factor is None or bool(self._factor.abs() <= 1)
+
     def scale_means(self, factor: torch.Tensor) -> None:
         """Multiply all means, of which none is computed yet, by ``factor``."""
         self._factor = factor if self._factor is None else self._factor * factor

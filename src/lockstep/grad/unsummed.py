@@ -203,6 +203,13 @@ class UnsummedBucket(Bucket, ABC):
         """Return some elements of an unsummed gradient; None if this rank hasn't got them."""
         return None
 
+    def are_means_of_parts(self) -> bool:
+        """Whether each mean has yet to be computed of what the ranks have left, and is no larger.
+
+        Then it is finite if these are, and not so large that their sum isn't.
+        """
+        return False
+
     @abstractmethod
     def scale_means(self, factor: torch.Tensor) -> None:
         """Multiply all means, of which none has been read yet, by ``factor``."""

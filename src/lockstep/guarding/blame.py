@@ -44,7 +44,7 @@ class Blame:
             gradients that are finite add up to infinity.
         step: The number of the guarded step, from 0.
         kind: ``"exception"``; ``"memory"``, if an allocation failed; ``"nonfinite"``, if gradients
-            have NaN or infinity; ``"spike"``, if the rank's gradients are larger than
+            have NaN or infinity; ``"spike"``, if the rank's gradients, or its loss, are larger than
             ``guard(spike=)`` lets them be; ``"wrong"``, if ``guard(verify_every=)`` has found that
             another rank computes others of the same samples.
         error: What happened, in one line.

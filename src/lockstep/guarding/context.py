@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -37,11 +38,11 @@ from lockstep.guarding.blame import (
     to_blame,
 )
 from lockstep.guarding.entry import check_batch, check_repeats, fingerprint
-from lockstep.guarding.finite import Found, LocalGradients, look_at
+from lockstep.guarding.finite import Found, GradientFinding, LocalGradients, look_at
 from lockstep.guarding.kept import StateBefore
 from lockstep.guarding.meeting import RanksOfStep
 from lockstep.guarding.repeats import Work, compared, in_words, traced, verified, versions_in
-from lockstep.guarding.spikes import Norms, Spike, as_float, as_int
+from lockstep.guarding.spikes import Judge, Spike, as_int
 from lockstep.guarding.step import (
     Common,
     GuardedStep,
@@ -95,8 +96,7 @@ class Guard:
         self._stepped: list[Optimizer] = []  # that have begun to
         self._around: BaseException | None = None  # which the program handles around the guard
         self._found: Found | None = None  # in gradients, before the update
-        self._norms: list[tuple[Norms, list[float]]] = []  # of gradients, to be remembered
-        self._spike: Spike | None = None
+        self._judge = Judge()
         self.evidence: str | None = None  # what this rank came to, as repeats compare it
         self._scales: list[float] = []
 
@@ -174,6 +174,10 @@ class Guard:
         assert again.blame is not None
         return again.blame
 
+    def watch(self, loss: torch.Tensor | float) -> None:
+        """Give the loss to ``spike=``, as :meth:`GuardedStep.watch` does, in a body of run()."""
+        self._step.watch(loss)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what later guards of the same optimizers know of the steps before.
 
@@ -192,7 +196,7 @@ class Guard:
         common = self._common = common_of(self._optimizers[0])
         self._step = GuardedStep(common.num_steps)
         self._stepped, self._found, self._around = [], None, sys.exception()
-        self._norms, self._spike, self.evidence = [], None, None
+        self._judge, self.evidence = Judge(), None
         for each in map(common_of, self._optimizers):
             each.num_updates_before = each.num_updates
         self._kept = StateBefore(
@@ -239,33 +243,43 @@ class Guard:
         if is_nested(optimizer):
             return  # a class's step calls that of its base class
         check_update(optimizer, [*args[1:], *options.values()], self._stepped)
-        found = look_at(parameters_of(optimizer), self._local.filled)
-        is_bad = bool(found.nonfinite) and not skips_itself(optimizer)
-        if is_bad:
-            self._found = found
         number = self._optimizers.index(optimizer)
         operation = f"{GUARDED}, before its update {len(self._stepped)}, by optimizer {number}"
+        finding = self._look_before(optimizer, sums=False)
         if self._local.digests:
             self.evidence = self._local.digest(p for m in self._models for p in m.parameters())
-        deviations, facts = self._options.spike, [int(is_bad)]
+        deviations, facts = self._options.spike, [int(finding)]
         if deviations is not None:
             norm = self._local.norm_for(optimizer, math.prod(self._scales))
-            facts.append(as_int(0.0 if skips_itself(optimizer) else norm))
+            told = norm, self._step.take_loss()
+            facts += map(as_int, (0.0, math.nan) if skips_itself(optimizer) else told)
         by_rank = self.meeting.tell(operation, facts)
-        if any(flag for flag, *_ in by_rank):
+        findings = {finding for finding, *_ in by_rank}
+        if GradientFinding.IN_DOUBT in findings:
+            finding = self._look_before(optimizer, sums=True)
+            findings = {each for (each,) in self.meeting.tell(f"{operation}, of sums", [finding])}
+        if GradientFinding.NONFINITE in findings:
             raise StepSkipped("The gradients of a guarded step aren't finite.")
         if deviations is not None:
-            norms = common_of(optimizer).norms
-            local_norms = [as_float(bits) for _, bits in by_rank]
-            self._spike = norms.spike(local_norms, deviations)
-            if self._spike is not None:
-                raise StepSkipped("The gradients of a guarded step are too large.")
-            self._norms.append((norms, local_norms))
+            self._judge.judge(
+                common_of(optimizer).windows, [told[1:] for told in by_rank], deviations
+            )
+            if self._judge.spike is not None:
+                raise StepSkipped("The gradients, or the loss, of a guarded step are too large.")
         # Before the last update: what follows an earlier one depends on that.
         is_last = len(self._stepped) + 1 == len(self._optimizers)
         if is_last and self._entry is StepEntry.REPEAT:
             raise StepSkipped(_FINITE)
         self._stepped.append(optimizer)
+
+    def _look_before(self, optimizer: Optimizer, *, sums: bool) -> GradientFinding:
+        """Look at the gradients before an update, and return what this rank tells of them."""
+        found, are_small = look_at(parameters_of(optimizer), self._local, sums=sums)
+        self._found = None
+        if found.nonfinite and not skips_itself(optimizer):
+            self._found = found
+            return GradientFinding.NONFINITE
+        return GradientFinding.FINITE if are_small else GradientFinding.IN_DOUBT
 
     @uncompiled
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
@@ -306,8 +320,7 @@ class Guard:
         if are_same and not any(outcome for outcome, _ in facts):
             self._step.skipped, self._common.in_a_row = False, 0
             self._step.num_skipped = self._common.num_skipped
-            for norms, of_step in self._norms:
-                norms.add(of_step)
+            self._judge.remember()
             return False
         by_rank = [*map(FailureFacts.decoded, self.meeting.gathered(told.encoded()))]
         guilty = to_blame(by_rank) if any(one.blame for one in by_rank) else told
@@ -345,6 +358,8 @@ class Guard:
                 "behind it, isn't guarded. (If a GradScaler skips the update, or may, give it to "
                 "guard() too.)"
             )
+        if error is None and not is_of_scaler and self._options.spike is not None:
+            error = self._step.refusal_of_loss()
         if error is None and not is_of_scaler:
             return FailureFacts(StepOutcome.GOOD, has_updated=has_updated)
         # A part of the sums is another rank's to look at, where gradients of this one show.
@@ -352,8 +367,8 @@ class Guard:
         if self._found is not None or is_here or (error is None and is_of_scaler):
             return self._told_of_gradients(is_of_scaler=error is None)
         assert error is not None
-        if self._spike is not None and isinstance(error, StepSkipped):
-            return self._told_of_spike(self._spike)
+        if self._judge.spike is not None and isinstance(error, StepSkipped):
+            return self._told_of_spike(self._judge.spike)
         outcome = StepOutcome.TO_BLAME
         if isinstance(error, Misused):
             outcome = StepOutcome.MISUSED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence, Sized
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import nn
@@ -84,6 +85,11 @@ def fingerprint(
     """Return a number that guards of the same things, with the same options, have in common."""
     if not isinstance(options.on_skip, str):
         options = options._replace(on_skip="drop")
-    shapes = [[p.shape for p in model.parameters()] for model in models]
-    kinds = [type(each).__name__ for each in things]
-    return zlib.crc32(repr([options, shapes, kinds, others]).encode())
+    shapes = tuple(tuple(p.shape for p in model.parameters()) for model in models)
+    kinds = tuple(type(each).__name__ for each in things)
+    return zlib.crc32(repr(others).encode(), _checksum(options, shapes, kinds))
+
+
+@lru_cache(maxsize=64)  # most steps are alike
+def _checksum(*things: object) -> int:
+    return zlib.crc32(repr(things).encode())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm import bytes_of
-from lockstep.grad import Contents, UnsummedBucket, gradient_of, unsummed_bucket_of
+from lockstep.grad import Contents, UnsummedBucket, bucket_of, gradient_of, unsummed_bucket_of
 from lockstep.world import parameters_of
 
 # The most elements of unsummed gradients that are summed at a time: they stay in the caches.
@@ -32,6 +34,14 @@ class Found(NamedTuple):
     is_part: bool = False
 
 
+class GradientFinding(IntEnum):
+    """What a rank tells of gradients before an update."""
+
+    FINITE = 0
+    NONFINITE = 1
+    IN_DOUBT = 2  # so large on this rank, before they are summed, that the sums may not be finite
+
+
 class LocalGradients:
     """Looks at the gradients of this rank before they are summed over the ranks.
 
@@ -50,6 +60,7 @@ class LocalGradients:
     def __init__(self, *, measures: bool = False, digests: bool = False) -> None:
         self.found, self.filled = Found([], []), list[Contents]()
         self._measures, self._squares = measures, 0.0
+        self._norms: dict[int, float] = {}  # of the gradients in contents, by id()
         self.digests = digests
         self._by_parameter: dict[int, bytes] = {}
 
@@ -57,8 +68,11 @@ class LocalGradients:
         """Look at the gradients in ``contents``, or at the ``rows`` that its only one has."""
         parameters = contents.parameters
         gradients = contents.gradients if rows is None else rows
-        if self._measures:
-            self._squares += _sum_of_squares([gradients])
+        # Of what stays unsummed, the norm tells of the means, too: see look_at().
+        norm: float | None = None
+        if self._measures or (parameters and bucket_of(parameters[0]) is not None):
+            norm = _norm(gradients)
+            self._squares += norm**2
         if self.digests:
             views = contents.memory.views if rows is None else [rows]
             for parameter, view in zip(parameters, views, strict=True):
@@ -68,7 +82,10 @@ class LocalGradients:
             found.extend(parameters)
             return
         self.filled.append(contents)
-        if _is_surely_finite([contents.gradients]):
+        if norm is not None:
+            self._norms[id(contents)] = norm
+        is_finite = _is_surely_finite([gradients]) if norm is None else math.isfinite(norm)
+        if is_finite:
             self.found.finite.extend(parameters)
             return
         for parameter, view in zip(parameters, contents.memory.views, strict=True):
@@ -92,6 +109,10 @@ class LocalGradients:
                 whole.update(_digest_of(gradient))
         return whole.hexdigest()
 
+    def norm_in(self, contents: Contents) -> float:
+        """Return the norm of this rank's own gradients in ``contents``; infinity if unknown."""
+        return self._norms.get(id(contents), math.inf)
+
     def norm_for(self, optimizer: Optimizer, scale: float) -> float:
         """Return the norm of this rank's own gradients since the last call, as if not scaled.
 
@@ -109,20 +130,36 @@ def _digest_of(tensor: torch.Tensor) -> bytes:
     return blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=16).digest()
 
 
-def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) -> Found:
+def look_at(
+    parameters: Collection[torch.Tensor], local: LocalGradients, *, sums: bool
+) -> tuple[Found, bool]:
     """Look at gradients of ``parameters`` before an update; of unsummed ones, at this rank's part.
 
-    Most of them are in the buckets that were ``filled``, where one sum tells of all.
+    Most of them are in the buckets that were filled, where one sum tells of all.
+
+    Args:
+        parameters: The parameters.
+        local: The gradients of this rank before they were summed.
+        sums: Whether to sum unsummed ones here, which the update does again: it takes as long as
+            a fifth of the update. Otherwise they are taken to be finite.
+
+    Returns:
+        What was found, and whether unsummed gradients would be finite if the other ranks were all
+        like this one: of those whose norm is small on all ranks the sums are.
     """
     wanted, seen = {*map(id, parameters)}, set[int]()
-    found = Found([], [])
-    for contents in filled:
+    found, are_small = Found([], []), True
+    for contents in local.filled:
         if wanted.isdisjoint(map(id, contents.parameters)):
             continue
         bucket, _ = unsummed_bucket_of(contents.parameters[0]) or (None, 0)
         if bucket is not None and bucket.contents is contents and bucket.are_all_unsummed():
             seen.update(map(id, contents.parameters))
-            found = found._replace(is_part=_look_at_part(bucket, found) or found.is_part)
+            if sums:
+                found = found._replace(is_part=_look_at_part(bucket, found) or found.is_part)
+            else:
+                found.finite.extend(contents.parameters)
+                are_small = are_small and _is_small(bucket, local.norm_in(contents))
         elif _are_in(contents) and _is_surely_finite([contents.gradients]):
             seen.update(map(id, contents.parameters))
             found.finite.extend(contents.parameters)
@@ -130,10 +167,16 @@ def look_at(parameters: Collection[torch.Tensor], filled: Iterable[Contents]) ->
     gradients = [(p, g) for p in others if (g := p.grad) is not None]
     if _is_surely_finite([gradient for _, gradient in gradients]):
         found.finite.extend(parameter for parameter, _ in gradients)
-        return found
+        return found, are_small
     for parameter, gradient in gradients:
         (found.finite if _is_finite(gradient) else found.nonfinite).append(parameter)
-    return found
+    return found, are_small
+
+
+def _is_small(bucket: UnsummedBucket, norm: float) -> bool:
+    """Whether means can't be infinite if no rank's gradients have a larger norm."""
+    limit = torch.finfo(bucket.contents.plan.dtype).max / (4 * bucket.group.size())
+    return norm < limit and bucket.are_means_of_parts()
 
 
 def _are_in(contents: Contents) -> bool:
@@ -169,10 +212,13 @@ def _look_at_part(bucket: UnsummedBucket, found: Found) -> bool:
 
 def _sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of the squares of all elements."""
-    values = [_values(tensor) for tensor in tensors]
-    types = [torch.float32 if each.element_size() < 4 else None for each in values]
-    pairs = zip(values, types, strict=True)
-    return sum(float(torch.linalg.vector_norm(x, dtype=dtype)) ** 2 for x, dtype in pairs)
+    return sum(_norm(tensor) ** 2 for tensor in tensors)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    values = _values(tensor)
+    dtype = torch.float32 if values.element_size() < 4 else None
+    return float(torch.linalg.vector_norm(values, dtype=dtype))
 
 
 def _is_surely_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -181,10 +227,13 @@ def _is_surely_finite(tensors: Sequence[torch.Tensor]) -> bool:
     One pass over the memory, which takes a fortieth of the time of ``isfinite()``. Large elements
     may add up to infinity though each is finite.
     """
-    are_finite = [total.isfinite() for tensor in tensors for total in _sums(tensor)]
-    devices = {each.device for each in are_finite}
+    sums = [total for tensor in tensors for total in _sums(tensor)]
+    # The host waits once for each device, and for a CPU's it does not.
+    devices = {total.device for total in sums if total.device.type != "cpu"}
     return all(
-        bool(torch.stack([each for each in are_finite if each.device == device]).all())
+        cmath.isfinite(total.item()) for total in sums if total.device.type == "cpu"
+    ) and all(
+        bool(torch.stack([each.isfinite() for each in sums if each.device == device]).all())
         for device in devices
     )
 

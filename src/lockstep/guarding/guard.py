@@ -72,7 +72,8 @@ def guard(
         spike: A step is skipped, too, if the norm of a rank's own gradients, before they are summed
             and clipped, is more than so many standard deviations above the mean of the last 64
             good steps' (of each the largest rank's), at least 16 of them. 6.0 is far. On one rank
-            it is the norm before the update.
+            it is the norm before the update. The same goes for the mean of the ranks' losses, where
+            the body gives them to ``step.watch(loss)``; one that isn't finite is too large.
         trace_nonfinite: Repeat a step whose gradients aren't finite, with the same random numbers,
             and look at what each module takes and gives: ``step.blame.origin`` tells where it
             began. The body has to be a function: ``guard(...).run(body)``.

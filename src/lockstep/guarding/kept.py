@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from lockstep.generators import Generators, generators_of, global_generators
 from lockstep.guarding.optimizer import KeptOptimizer
 from lockstep.torch_private import _foreach_copy_
 
+# To be mapped over tensors without a call in Python for each.
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
 
 class ValueCopies:
     """Copies of the values of tensors, in memory that stays from one step to the next."""
@@ -24,16 +28,15 @@ class ValueCopies:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
+        # By which the tensors are known to be those of the step before, and of the same form.
+        self._plan: tuple[list[int], list[torch.Size], list[torch.dtype]] = [], [], []
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the values of ``tensors``."""
         with torch.no_grad():
-            are_same = [*map(id, tensors)] == [*map(id, self._tensors)]
-            if not are_same or any(
-                tensor.shape != kept.shape or tensor.dtype is not kept.dtype
-                for tensor, kept in zip(tensors, self._copies, strict=True)
-            ):
-                self._tensors = [*tensors]
+            plan = [*map(id, tensors)], [*map(_shape_of, tensors)], [*map(_dtype_of, tensors)]
+            if plan != self._plan:
+                self._plan, self._tensors = plan, [*tensors]
                 self._copies = [tensor.detach().clone() for tensor in tensors]
             elif tensors:
                 _foreach_copy_(self._copies, self._tensors)
@@ -68,21 +71,25 @@ class StateBefore:
         *,
         undoes: bool,
     ) -> None:
-        self._modules = [*models, *(each for each in others if isinstance(each, nn.Module))]
+        roots = [*models, *(each for each in others if isinstance(each, nn.Module))]
+        self._modules = [*dict.fromkeys(m for root in roots for m in root.modules())]
         self._optimizers = [KeptOptimizer(optimizer) for optimizer in optimizers if undoes]
-        of_models = {parameter for model in models for parameter in model.parameters()}
-        self._parameters = [
-            parameter
-            for parameter in dict.fromkeys(p for model in self._modules for p in model.parameters())
-            if undoes or parameter not in of_models
-        ]
+        parameters = dict.fromkeys(p for m in self._modules for p in m._parameters.values())
+        parameters.pop(None, None)
+        self._parameters: list[Any] = [*parameters]  # of all modules
+        if not undoes:
+            of_models = {parameter for model in models for parameter in model.parameters()}
+            parameters = dict.fromkeys(p for p in parameters if p not in of_models)
         self._others = [e for e in others if not isinstance(e, nn.Module | GradScaler)]
         self._scalers = [each for each in others if isinstance(each, GradScaler)]
         self._owners = optimizers
         self._copies, self._generators = copies, generators
-        tensors: dict[int, torch.Tensor] = {id(p): p for p in self._parameters}
-        slots = (module._buffers for each in self._modules for module in each.modules())
-        self._buffers = [(slot, name, value) for slot in slots for name, value in slot.items()]
+        tensors: dict[int, Any] = {id(p): p for p in parameters}
+        self._buffers = [
+            (module._buffers, name, value)
+            for module in self._modules
+            for name, value in module._buffers.items()
+        ]
         tensors |= {id(value): value for _, _, value in self._buffers if value is not None}
         for optimizer in self._optimizers:
             tensors |= {id(tensor): tensor for tensor in optimizer.keep()}
@@ -118,9 +125,8 @@ class StateBefore:
             generator.rewind()
 
     def _begin_generators(self) -> None:
-        parameters = (p for module in self._modules for p in module.parameters())
-        owners = [*self._owners, *(m for each in self._modules for m in each.modules())]
-        known, found = self._generators, generators_of(parameters, *map(vars, owners))
+        owners = [*self._owners, *self._modules]
+        known, found = self._generators, generators_of(self._parameters, *map(vars, owners))
         are_same = all(
             name in known and known[name].generator is each.generator
             for name, each in found.items()

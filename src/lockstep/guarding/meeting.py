@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,21 +29,26 @@ class RanksOfStep:
     Attributes:
         engines: Of the models.
         group: Their ranks; None if no model is parallel.
-        ranks: The global numbers of the ranks, in rank order.
+        size: How many they are.
     """
 
     def __init__(self, states: Sequence[ParallelState]) -> None:
         self.engines = [*dict.fromkeys(e for state in states for e in state.engines)]
         self.group = group = group_of(states)
-        size = 1 if group is None else group.size()
-        self.ranks = [0] if group is None else [global_rank(group, rank) for rank in range(size)]
+        self.size = 1 if group is None else group.size()
         # What carries what they tell, and has them agree on calls over a group that needs it.
         self._carrier = group
         self._calls: AgreedCalls | None = None
         # What each engine had heard of by then. Of backwards over GPUs ranks hear late.
         self._failed_before: list[tuple[int, int] | None] = []
 
-    @property
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The global numbers of the ranks, in rank order."""
+        group = self.group
+        return [0] if group is None else [global_rank(group, rank) for rank in range(self.size)]
+
+    @cached_property
     def number(self) -> int:
         """The number of this rank among them."""
         return 0 if self.group is None else self.group.rank()
@@ -93,8 +99,9 @@ class RanksOfStep:
         """
         if self._carrier is None:
             return [[*facts]]
-        table = torch.zeros(len(self.ranks), len(facts), dtype=torch.int64, device="cpu")
-        table[self.number] = torch.tensor([*facts], device="cpu")
+        rows = [[0] * len(facts)] * self.size
+        rows[self.number] = [*facts]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         if self._calls is not None:
             self._calls.agree(operation)
         sum_at(self._carrier, operation, table)

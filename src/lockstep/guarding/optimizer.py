@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import deque
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -26,6 +26,7 @@ _PLAIN = (
     *(FunctionType, MethodType, BuiltinFunctionType, type, partial, Enum),
     *(dist.ProcessGroup, logging.Logger),
 )
+_FREQUENT = {type(None), bool, int, float, str}
 # Attributes that are kept otherwise, or that no step makes wrong; and how torch's own ones begin,
 # behind an underscore.
 _APART = ("state", "param_groups", "defaults", "step")
@@ -55,10 +56,8 @@ class KeptOptimizer:
         self._state = optimizer.state, {key: self._kept(each, tensors) for key, each in items}
         groups = optimizer.param_groups
         self._groups = groups, [*groups]
-        self._options = [
-            {name: self._kept(value, tensors) for name, value in group.items() if name != "params"}
-            for group in groups
-        ]
+        options = [{n: value for n, value in group.items() if n != "params"} for group in groups]
+        self._options = [self._kept(each, tensors) for each in options]
         self._parameters = [(group["params"], [*group["params"]]) for group in groups]
         self._attributes = {
             name: (value, self._kept(value, tensors))
@@ -125,6 +124,12 @@ class KeptOptimizer:
         if isinstance(value, nn.Module):
             tensors += [*value.parameters(), *value.buffers()]
             return value
+        if type(value) is dict:  # as most are, of each parameter and group
+            kept = value.copy()
+            for key, each in value.items():
+                if type(each) not in _FREQUENT:
+                    kept[key] = self._kept(each, tensors)
+            return kept
         if isinstance(value, dict):
             if type(value) is not dict and not value:
                 return value  # as that which stands for the state of other ranks, and isn't copied
@@ -149,6 +154,7 @@ class KeptOptimizer:
         )
 
 
+@lru_cache(maxsize=1024)
 def _is_kept(name: str) -> bool:
     """Whether the attribute of that name is kept as it is."""
     return name not in _APART and not name.removeprefix("_").startswith(_OF_TORCH)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.arguments import refusal
 from lockstep.errors import ModelError
 from lockstep.generators import Generators
 from lockstep.guarding.blame import Blame
 from lockstep.guarding.kept import ValueCopies
-from lockstep.guarding.spikes import Norms
+from lockstep.guarding.spikes import Losses, Norms
 
 OnSkip = Literal["drop", "retry", "verify"] | Callable[["GuardedStep"], object]
 
@@ -43,6 +46,46 @@ class GuardedStep:
         self.blame: Blame | None = None
         self.in_a_row = self.num_skipped = 0
         self.result: Any = None
+        self._losses: list[torch.Tensor | float] = []
+
+    def watch(self, loss: torch.Tensor | float) -> None:
+        """Give the loss to ``guard(spike=)``, which skips a step with a far larger one, too. ::
+
+            with lockstep.guard(model, optimizer, spike=6.0) as step:
+                loss = lockstep.mean(F.cross_entropy(model(x), y, reduction="none"))
+                step.watch(loss)
+                loss.backward()
+                optimizer.step()
+
+        Before the optimizer's update, in each step. Losses of several calls are added up, as those
+        of micro-batches; the ranks' are averaged when they exchange what they found, not here.
+
+        Args:
+            loss: This rank's, or the mean of all; not multiplied by a GradScaler.
+
+        Raises:
+            TypeError: If it isn't a number, or a tensor with one element.
+        """
+        is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+        if not is_one and (isinstance(loss, bool) or not isinstance(loss, int | float)):
+            raise TypeError(refusal("watch()'s loss", loss, "a number, or a tensor with one"))
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def take_loss(self) -> float:
+        """Return the sum of what was given since the last call: NaN of nothing, else never NaN."""
+        losses, self._losses = [*map(float, self._losses)], []
+        if not losses:
+            return math.nan
+        return total if math.isfinite(total := sum(losses)) else math.inf
+
+    def refusal_of_loss(self) -> Misused | None:
+        """Return the error of a loss that was given behind the update, if there is one."""
+        if not self._losses:
+            return None
+        return Misused(
+            "The body of a guard gives a loss to watch() behind its update, when it is too late to "
+            "leave that out. Call watch() before the step of the optimizer."
+        )
 
 
 class StepEntry(Enum):
@@ -60,7 +103,7 @@ class GuardOptions(NamedTuple):
         on_skip: What follows a skipped step.
         max_consecutive: So many in a row end the run.
         undoes: Whether an update can be undone.
-        spike: How many deviations the norm of a rank's gradients may be above that of others.
+        spike: How many deviations norms of gradients, and losses, may be above those before.
         traces: Whether a step with gradients that aren't finite is repeated, to see where.
         verify_every: After so many steps the next one is repeated on other ranks before.
     """
@@ -89,7 +132,8 @@ class Common:
 
     def __init__(self) -> None:
         self.num_steps = self.num_skipped = self.in_a_row = 0
-        self.copies, self.generators, self.norms = ValueCopies(), Generators(), Norms()
+        self.copies, self.generators = ValueCopies(), Generators()
+        self.windows = Norms(), Losses()
         self.num_updates = self.num_updates_before = 0
         self.look: RemovableHandle | None = None
         self.compares_next, self.is_reproducible, self.were_alike = False, True, False
@@ -118,6 +162,8 @@ _log = logging.getLogger("lockstep")
 
 # What the guards of an optimizer count.
 _COUNTS = ("num_steps", "num_skipped", "in_a_row")
+# And what they remember.
+_WINDOWS = ("norms", "losses")
 
 # Ranks may be threads.
 _lock = threading.Lock()
@@ -137,7 +183,9 @@ def state_of_commons(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return what a guard of ``optimizers`` knows of the steps before, as JSON can keep it."""
     commons = [*map(common_of, optimizers)]
     counts = {name: getattr(commons[0], name) for name in _COUNTS}
-    return {**counts, "norms": [common.norms.state() for common in commons]}
+    windows = zip(*(common.windows for common in commons), strict=True)
+    states = [[window.state() for window in each] for each in windows]
+    return {**counts, **dict(zip(_WINDOWS, states, strict=True))}
 
 
 def load_commons(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
@@ -150,5 +198,7 @@ def load_commons(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> N
         )
     for name in _COUNTS:
         setattr(commons[0], name, int(state[name]))
-    for common, norms in zip(commons, state["norms"], strict=True):
-        common.norms.load(norms)
+    for number, name in enumerate(_WINDOWS):
+        # That of an earlier version has no losses.
+        for common, kept in zip(commons, state.get(name) or [()] * len(commons), strict=True):
+            common.windows[number].load(kept)
