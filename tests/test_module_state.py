@@ -25,6 +25,7 @@ MODULE_STATE = {
     "world.apart._watched": "by optimizer, its steps that were compared",
     "world.told._told": "by parameter, whether a rank was told that nothing keeps it in step",
     "guarding.context._current": "a thread's guard, in which no other one may be entered",
+    "guarding.entry._checksum": "a checksum of what is the same in each step, and long to write",
     # What is the process's: torch's hooks, forks, its exit, ports, memory.
     "nn.forward_hooks._handles": "torch's hooks for all modules and optimizers, each once",
     "nn.forward_hooks.before_next_forward": "one function, as an object",

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import deque
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -154,7 +154,6 @@ class KeptOptimizer:
         )
 
 
-@lru_cache(maxsize=1024)
 def _is_kept(name: str) -> bool:
     """Whether the attribute of that name is kept as it is."""
     return name not in _APART and not name.removeprefix("_").startswith(_OF_TORCH)
