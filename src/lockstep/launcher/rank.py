@@ -331,12 +331,12 @@ class MainOfRank(ModuleType):
 
     def __init__(self, before: ModuleType, this_rank: Callable[[], int]) -> None:
         of_this = object.__getattribute__(self, "__dict__")
-        of_this.update(_before=before, _mains={}, _this_rank=this_rank)
+        of_this.update(before=before, mains={}, this_rank=this_rank)
 
     def put(self, main: ModuleType) -> None:
         """Let ``main`` be that of this rank."""
         of_this = object.__getattribute__(self, "__dict__")
-        of_this["_mains"][of_this["_this_rank"]()] = main
+        of_this["mains"][of_this["this_rank"]()] = main
 
     def __getattribute__(self, name: str) -> object:
         if name == "put":
@@ -352,7 +352,7 @@ class MainOfRank(ModuleType):
 
 def _main_of(mains: MainOfRank) -> ModuleType:
     state = object.__getattribute__(mains, "__dict__")
-    found: ModuleType = state["_mains"].get(state["_this_rank"](), state["_before"])
+    found: ModuleType = state["mains"].get(state["this_rank"](), state["before"])
     return found
 
 

@@ -122,7 +122,7 @@ def _is_thread_of_autograd() -> bool:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    return isinstance(thread, threading._DummyThread)
+    return thread.daemon and thread.name.startswith("Dummy-")  # Python hasn't started it
 
 
 def set_current_shard(shard: Shard | None) -> None:
