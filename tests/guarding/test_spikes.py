@@ -22,10 +22,8 @@ from tests.same import assert_same
 NUM_STEPS = 24
 
 
-def guarded_steps(
-    rank: int, group: dist.ProcessGroup | None, factors: dict[int, tuple[int, float]], how: str
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """Take steps, in some of which a rank's loss is multiplied; leave them out, or guard them."""
+def to_train(group: dist.ProcessGroup | None, how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A parallel model, the same on each rank, and its optimizer."""
     torch.set_num_threads(1)
     net = nn.Linear(6, 3)
     nn.init.constant_(net.weight, 0.3)
@@ -34,6 +32,14 @@ def guarded_steps(
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     if "sharded" in how:
         lockstep.shard_optimizer(optimizer)
+    return model, optimizer
+
+
+def guarded_steps(
+    rank: int, group: dist.ProcessGroup | None, factors: dict[int, tuple[int, float]], how: str
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Take steps, in some of which a rank's loss is multiplied; leave them out, or guard them."""
+    model, optimizer = to_train(group, how)
     told = []
     for step in range(NUM_STEPS):
         if step in factors and how.startswith("left out"):
@@ -171,14 +177,7 @@ def watched_steps(
     rank: int, group: dist.ProcessGroup | None, added: dict[int, tuple[int, float]], how: str
 ) -> tuple[list[Any], list[torch.Tensor]]:
     """Take steps, in some of which a rank's loss is larger, though its gradients are not."""
-    torch.set_num_threads(1)
-    net = nn.Linear(6, 3)
-    nn.init.constant_(net.weight, 0.3)
-    nn.init.zeros_(net.bias)
-    model = lockstep.parallelize(net, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    if "sharded" in how:
-        lockstep.shard_optimizer(optimizer)
+    model, optimizer = to_train(group, how)
     guard = lockstep.guard(model, optimizer, spike=6.0)
 
     def body(step: int) -> None:

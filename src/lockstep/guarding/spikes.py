@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class Spike(NamedTuple):
     text: str
 
 
-class Window:
+class Window(ABC):
     """What the ranks had in each of the last good steps, as one number; alike on all of them."""
 
     what = ""
@@ -59,8 +60,9 @@ class Window:
             f"{len(self._last)} steps, {mean:.4g}",
         )
 
+    @abstractmethod
     def _of_all(self, by_rank: Sequence[float]) -> float:
-        raise NotImplementedError
+        """Return the number for what each rank has."""
 
     def _counts(self, value: float) -> bool:
         return True
